@@ -113,6 +113,10 @@ class WorkerDiedError(WorkerError):
     """A worker process ended before or during a call."""
 
 
+class HolderLostError(WorkerDiedError):
+    """A process that kept the tokens of finished episodes has ended, and with it these."""
+
+
 class WeightMismatchError(RlhubError, RuntimeError):
     """The rollout engine's live weights differ from the trainer's.  Field `weight`: the first differing weight's name."""
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.trajectory import Sampled
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 
@@ -117,7 +117,7 @@ def completion_of(state: Mapping[str, Any] | None) -> Completion | None:
     return None if state is None else Completion(**state)
 
 
-def sample_state(trajectory: Trajectory | None, written: Completion | None) -> dict[str, Any]:
+def sample_state(trajectory: Sampled | None, written: Completion | None) -> dict[str, Any]:
     """Returns the JSON-able state of one sample of an unfinished group: its trajectory, or the tokens written so far, or
     neither."""
     return {

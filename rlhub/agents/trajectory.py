@@ -1,4 +1,5 @@
-"""Trajectory: the tokens that one episode leaves for training.
+"""Trajectory: the tokens that one episode leaves for training; TrajectoryRef: its numbers, where the tokens stay in the process
+that ran the episode.
 
 Token in, token out: the tokens that the policy wrote are those that the engine sampled, never text that was tokenized again.
 Tokens of tools, environments and templates stand between them with response_mask 0.
@@ -6,9 +7,10 @@ Tokens of tools, environments and templates stand between them with response_mas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import groupby
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 LARGEST_SCORE = 3.4e38  # float32
@@ -73,6 +75,34 @@ class Trajectory:
         """Returns the policy version of the first token that the policy wrote; staleness counts from it."""
         return self.versions[self.response_mask.index(1)]
 
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of tokens that the policy wrote."""
+        return sum(self.response_mask)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def response_length(self) -> int:
+        return len(self.response_ids)
+
+    def mask_older(self, oldest: int) -> int:
+        """Masks the tokens of versions before `oldest`; returns how many there were.
+
+        Rewards of masked tokens move to the first token that is left, so that the sample is still compared by its whole reward.
+        """
+        before = self.num_tokens
+        self.response_mask = [
+            int(used and version >= oldest) for used, version in zip(self.response_mask, self.versions, strict=True)
+        ]
+        if self.rewards is not None:
+            self.rewards = moved_inside(self.rewards, self.response_mask)
+        if self.added_rewards is not None:
+            self.added_rewards = moved_inside(self.added_rewards, self.response_mask)
+        return before - self.num_tokens
+
     def set_reward(self, reward: float) -> None:
         """Sets the reward of the whole episode on the last token that the policy wrote.  An episode without such a token stays
         without a reward; `check` refuses it for training."""
@@ -80,3 +110,105 @@ class Trajectory:
         last = last_written(self.response_mask)
         if last is not None:
             self.rewards[last] = reward
+
+
+@dataclass(slots=True, kw_only=True)
+class TrajectoryRef:
+    """The numbers of a Trajectory whose tokens stay in the ColumnStore of the process that ran its episode.
+
+    home: that process.  key: the batch in its store, of one row.  prompt_length, response_length: in tokens.  runs: the policy's
+    versions in the order of its tokens, each with the number of tokens that it wrote in a row.  oldest: tokens of versions
+    before it are masked when the row is read.
+
+    rewards, added_rewards: the sums of those of the Trajectory, a list of one number; None where it has none.  late_reward: a
+    reward for the last token that came after the episode; None if the rewards are its own.
+
+    response_text: the decoded response, until it is scored.  The other fields are those of Trajectory.
+    """
+
+    home: str
+    key: str
+    prompt_length: int
+    response_length: int
+    runs: list[tuple[int, int]]
+    finish_reason: FinishReason = "stop"
+    rewards: list[float] | None = None
+    added_rewards: list[float] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    oldest: int = NOT_SAMPLED
+    late_reward: float | None = None
+    response_text: str | None = None
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, home: str, key: str) -> TrajectoryRef:
+        """Returns the numbers of this trajectory."""
+        written = [version for version, mask in zip(trajectory.versions, trajectory.response_mask, strict=True) if mask]
+        added = trajectory.added_rewards
+        return cls(
+            home=home,
+            key=key,
+            prompt_length=len(trajectory.prompt_ids),
+            response_length=len(trajectory.response_ids),
+            runs=[(version, len(list(run))) for version, run in groupby(written)],
+            finish_reason=trajectory.finish_reason,
+            rewards=None if trajectory.rewards is None else [float(sum(trajectory.rewards))],
+            added_rewards=None if added is None else [float(sum(added))],
+            metrics=trajectory.metrics,
+        )
+
+    @property
+    def first_version(self) -> int:
+        """Returns the policy version of the first token that the policy wrote; staleness counts from it."""
+        return self.runs[0][0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of tokens that the policy wrote."""
+        return sum(count for _, count in self.runs)
+
+    def mask_older(self, oldest: int) -> int:
+        """Masks the tokens of versions before `oldest`; returns how many there were."""
+        before = self.num_tokens
+        self.oldest = max(self.oldest, oldest)
+        self.runs = [(version, count) for version, count in self.runs if version >= oldest]
+        return before - self.num_tokens
+
+    def outline(self) -> Trajectory:
+        """Returns a Trajectory of these lengths and this reward, whose tokens say nothing: what is made of outcomes reads no
+        more."""
+        length = self.response_length
+        outline = Trajectory(
+            prompt_ids=[0] * self.prompt_length,
+            response_ids=[0] * length,
+            response_mask=[1] * length,
+            rollout_log_probs=[0.0] * length,
+            versions=[0] * length,
+            finish_reason=self.finish_reason,
+        )
+        if self.rewards is not None:
+            outline.set_reward(sum(self.rewards))
+        return outline
+
+    def set_reward(self, reward: float) -> None:
+        """Sets the reward of the whole episode."""
+        self.rewards, self.late_reward = [reward], reward
+
+
+Sampled = Trajectory | TrajectoryRef
+"""An episode's result, with its tokens or without."""
+
+
+def sampled_of(state: Mapping[str, Any]) -> Sampled:
+    """Returns the result of a JSON mapping; the inverse of `dataclasses.asdict`."""
+    if "key" not in state:
+        return Trajectory(**state)
+    return TrajectoryRef(**{**state, "runs": [(version, count) for version, count in state["runs"]]})
+
+
+def moved_inside(rewards: Sequence[float], mask: Sequence[int]) -> list[float]:
+    """Returns the rewards (one per token) with those before the mask's first token added to that token; all 0 for an empty
+    mask."""
+    if not any(mask):
+        return [0.0] * len(rewards)
+    first = list(mask).index(1)
+    return [0.0] * first + [sum(rewards[: first + 1]), *rewards[first + 1 :]]

@@ -51,6 +51,10 @@ class ColumnStore:
         self.rank = rank
         self._batches: dict[str, dict[str, Tensor]] = {}
 
+    def __len__(self) -> int:
+        """Returns the number of batches."""
+        return len(self._batches)
+
     def put(self, key: str, columns: Mapping[str, Tensor]) -> None:
         """Adds columns to a batch, or begins it.  ProtocolError for a column that it has, or one of another length."""
         known = self._batches.get(key, {})
@@ -75,6 +79,10 @@ class ColumnStore:
         rows = torch.from_numpy(places.astype(np.int64))
         return {name: take_rows(column, rows) for name, column in chosen.items()}
 
+    def has(self, key: str, name: str) -> bool:
+        """Returns whether a batch has this column."""
+        return name in self._batches.get(key, {})
+
     def response_lengths(self, key: str) -> Tensor | None:
         """Returns the tokens of each response of a batch, (rows,); None for one that has no responses, or is not here."""
         column = self._batches.get(key, {}).get(RESPONSES)
@@ -90,7 +98,7 @@ class ColumnStore:
 
     def nbytes(self) -> int:
         """Returns the bytes of all columns."""
-        return sum(num_bytes(column) for columns in self._batches.values() for column in columns.values())
+        return sum(num_bytes(column) for columns in list(self._batches.values()) for column in columns.values())
 
     def _find(self, key: str, names: Sequence[str]) -> Mapping[str, Tensor]:
         if key not in self._batches:

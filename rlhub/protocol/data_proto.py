@@ -384,7 +384,6 @@ class DataProto:
     def save_to_disk(self, filepath: str | Path) -> None:
         """Writes one safetensors file with objects and meta_info as JSON.  ProtocolError names what JSON cannot hold."""
         tensors = self.tensors()
-        check_rectangular(tensors, "save_to_disk")
         try:
             write_columns(Path(filepath), tensors, self.non_tensor_batch, self.meta_info, len(self))
         except TypeError as error:

@@ -13,8 +13,9 @@ waits for one that waits for it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,11 +24,12 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlhub.errors import ProtocolError
+from rlhub.errors import HolderLostError, ProtocolError
 from rlhub.protocol.batch_ref import BatchRef, ColumnStore, Retain
-from rlhub.protocol.columns import join_tensors, take_rows
+from rlhub.protocol.columns import join_tensors, num_bytes, take_rows
 from rlhub.protocol.data_proto import DataProto
 from rlhub.protocol.layout import ColumnInfo, Layout, Numbers, pack_numbers, unpack_numbers
+from rlhub.utils.atomic import TEMPORARY_SUFFIX
 
 ROWS = "rows"
 """The role of a process's RowKeeper, in calls and errors; the driver's own roles have other names."""
@@ -264,6 +266,25 @@ def _from_bytes(piece: Tensor, columns: Mapping[str, ColumnInfo], num_rows: int)
     return found
 
 
+class RowSource(Protocol):
+    """Rows that a process outside of all worker groups has."""
+
+    def begin(self) -> Callable[[], DataProto]:
+        """Asks for the rows; what it returns waits for them.  Both raise HolderLostError where the process has ended."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class FileRows:
+    """Is the RowSource of rows in a file of `RowKeeper.save`.  rows: their numbers in the file."""
+
+    path: Path
+    rows: np.ndarray
+
+    def begin(self) -> Callable[[], DataProto]:
+        return lambda: DataProto.load_from_disk(self.path).select_idxs(self.rows)
+
+
 class RowKeeper:
     """The ColumnStore of a process as the driver reaches it: rows move, are read, and are forgotten.
 
@@ -307,6 +328,34 @@ class RowKeeper:
         """Adds rows under `key` that ranks of `role` have put; handles: by those ranks."""
         came = {rank: self.handover.get(handle, role, rank) for rank, handle in handles.items()}
         self.store.put(key, unpack({name: info.empty() for name, info in moves.columns.items()}, came, moves))
+
+    def collect(
+        self, sources: Sequence[tuple[RowSource, np.ndarray]], columns: Mapping[str, ColumnInfo], key: str
+    ) -> tuple[str, int]:
+        """Adds rows of other processes under `key`, those of each source at these places.
+
+        Returns "" and the bytes of the rows; or the name of a process that has ended, and 0: then nothing is added.
+        """
+        parts = {name: [info.empty()] for name, info in columns.items()}
+        try:
+            waits = [source.begin() for source, _ in sources]
+            for wait in waits:
+                for name, column in wait().tensors().items():
+                    parts[name].append(column)
+        except HolderLostError as error:
+            return error.role, 0
+        order = torch.from_numpy(
+            np.argsort(np.concatenate([np.empty(0, int), *(places for _, places in sources)]), kind="stable")
+        )
+        joined = {name: take_rows(join_tensors(rows), order) for name, rows in parts.items()}
+        self.store.put(key, joined)
+        return "", sum(map(num_bytes, joined.values()))
+
+    def save(self, ref: BatchRef, path: Path) -> None:
+        """Writes the wide columns of rows that are all here to a file, which is there whole or not at all."""
+        aside = path.with_name(path.name + TEMPORARY_SUFFIX)
+        self.fetch(ref).save_to_disk(aside)
+        aside.rename(path)
 
     def fetch(self, ref: BatchRef) -> DataProto:
         """Returns the wide columns of rows that are all here."""

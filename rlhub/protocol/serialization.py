@@ -1,6 +1,7 @@
 """Writes columns to files, and packs them for transport.
 
-A file is one safetensors file, without pickle.  Tensors and numeric arrays are its entries; objects and the meta dictionary are
+A file is one safetensors file, without pickle.  Tensors and numeric arrays are its entries, a jagged column as its values and
+the lengths of its rows; objects and the meta dictionary are
 JSON, in one byte entry because the format's own header is limited in size.  JSON has fewer types than Python: the others are
 written as `{"$type": ...}`.
 
@@ -30,7 +31,7 @@ from rlhub.protocol.columns import RAW_VIEWS, dense_rows, jagged, object_array
 from rlhub.protocol.readonly_tensor import ReadOnlyTensor, guard
 
 _TAG = "$type"
-_TENSOR, _ARRAY, _JSON = "tensor/", "array/", "json"
+_TENSOR, _LENGTHS, _ARRAY, _JSON = "tensor/", "lengths/", "array/", "json"
 _TORCH_KINDS = "biuf"
 """Kinds of numpy dtypes that torch has too."""
 
@@ -49,7 +50,13 @@ def write_columns(
     path: Path, tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], num_rows: int
 ) -> None:
     """Writes the file.  Raises TypeError naming a column or key whose value JSON cannot hold."""
-    entries = {_TENSOR + key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    parts: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        if tensor.is_nested:
+            parts[_TENSOR + key], parts[_LENGTHS + key] = dense_rows(tensor)
+        else:
+            parts[_TENSOR + key] = tensor
+    entries = {name: part.detach().cpu().contiguous().clone() for name, part in parts.items()}
     objects: dict[str, Any] = {}
     for key, array in arrays.items():
         if _torch_holds(array):
@@ -75,8 +82,13 @@ def read_columns(path: Path) -> StoredColumns:
     arrays = {}
     for key in document["arrays"]:
         arrays[key] = entries[_ARRAY + key].numpy() if _ARRAY + key in entries else _decode_array(document["objects"][key])
+
+    def column(key: str) -> Tensor:
+        values, lengths = entries[_TENSOR + key], entries.get(_LENGTHS + key)
+        return values if lengths is None else jagged(values, lengths)
+
     return StoredColumns(
-        tensors={key: entries[_TENSOR + key] for key in document["tensors"]},
+        tensors={key: column(key) for key in document["tensors"]},
         arrays=arrays,
         meta=_decode(document["meta"]),
         num_rows=document["rows"],

@@ -81,7 +81,7 @@ class TrajectoryWriter:
         lines = "".join(json.dumps(encode(group), default=_plain) + "\n" for group in groups)
         data = gzip.compress(lines.encode(), COMPRESSION, mtime=0)
         stem = f"{self.name}-{self.next_number:08d}"
-        versions = [version for group in groups for t in group.trajectories for version in t.versions if version >= 0]
+        versions = [version for group in groups for t in group.whole for version in t.versions if version >= 0]
         manifest = {
             "format": FORMAT,
             "groups": len(groups),
@@ -109,7 +109,7 @@ def decode(state: Mapping[str, Any], ordinal: int) -> Group:
     """Returns the group of an `encode`d one under another ordinal, because several writers use the same ones."""
     item = PromptItem(prompt_ids=tuple(state["prompt_ids"]), ordinal=ordinal, row=state["row"])
     group = Group.from_json(state, item)
-    for trajectory in group.trajectories:
+    for trajectory in group.whole:
         trajectory.check()
     return group
 

@@ -23,6 +23,14 @@ from rlhub.errors import ResourceError
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 
+class ActorAddress(Protocol):
+    """Calls an actor from another process than the one that started it; it can be sent there as an argument of a call."""
+
+    def begin(self, method: str, *args: Any) -> Callable[[], Any]:
+        """Starts a call; what it returns waits for the result.  That raises WorkerError, or WorkerDiedError."""
+        ...
+
+
 class AsyncActor(Protocol):
     """The caller's side of an actor."""
 
@@ -40,6 +48,11 @@ class AsyncActor(Protocol):
         Cancelling the await cancels the method.  Raises WorkerError (the method raised; one of rlhub's own errors is its
         cause), WorkerDiedError (the process is gone), DeadlineError (not done after `deadline_s`; the method is cancelled).
         """
+        ...
+
+    @property
+    def address(self) -> ActorAddress:
+        """Returns what other processes call it by."""
         ...
 
     async def until_ended(self) -> None:

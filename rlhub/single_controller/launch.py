@@ -15,7 +15,8 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, Protocol, Self
@@ -286,6 +287,26 @@ class LocalAsyncActor:
             return call.task.result()
         except RemoteError as failure:
             raise failure.error from (failure.__cause__ or failure.cause)
+
+    @property
+    def address(self) -> LocalAsyncActor:
+        return self
+
+    def begin(self, method: str, *args: Any) -> Callable[[], Any]:
+        """Is the actor's own ActorAddress, from any thread but its own."""
+        if self._killed:
+            raise self._death(method)
+        call = asyncio.run_coroutine_threadsafe(self._object.run(method, args, {}), self._thread.loop)
+
+        def wait() -> Any:
+            try:
+                return call.result()
+            except RemoteError as failure:
+                raise failure.error from (failure.__cause__ or failure.cause)
+            except CancelledError:
+                raise self._death(method) from None
+
+        return wait
 
     async def until_ended(self) -> None:
         if not self._killed:

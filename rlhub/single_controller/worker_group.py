@@ -9,16 +9,17 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlhub.config.sections.trainer import DeadlineConfig
-from rlhub.errors import DispatchError
+from rlhub.errors import DispatchError, HolderLostError
 from rlhub.protocol import Batch, BatchRef, DataProto, Retain
-from rlhub.protocol.columns import num_bytes
-from rlhub.protocol.exchange import plan_exchange, plan_transfer
-from rlhub.protocol.layout import Layout
+from rlhub.protocol.columns import chunk_bounds, num_bytes
+from rlhub.protocol.exchange import RowSource, plan_exchange, plan_transfer
+from rlhub.protocol.layout import ColumnInfo, Layout
 from rlhub.registry import suggest
 from rlhub.single_controller.calls import (
     CallFuture,
@@ -298,6 +299,26 @@ class WorkerGroup(ABC):
         after = Layout.even(len(batch), arranged.collecting)
         return BatchRef((key,), small, kept[0].columns, after, self, arranged.copies)
 
+    def collect(self, small: DataProto, columns: dict[str, ColumnInfo], sources: SourcesOf, mesh: str, key: str) -> BatchRef:
+        """Lets the ranks get rows from processes outside of all worker groups: part r of the rows those of shard r, under `key`.
+
+        small: the columns that are here.  columns: the others.  sources: returns for some of the rows the processes that have
+        them, each with the places of its rows among these.  Raises HolderLostError where one of the processes has ended.
+        """
+        arranged = self.mesh(mesh)
+        bounds = chunk_bounds(len(small), arranged.dp_size)
+        parts = [sources(np.arange(start, stop)) for start, stop in bounds]
+        calls = [(rank, parts[dp], columns, key) for rank, dp in enumerate(arranged.dp_ranks)]
+        collected = self._call_rows("collect", calls).values()
+        self.exchanged_bytes += sum(num_bytes for _, num_bytes in collected)
+        after = Layout.even(len(small), arranged.collecting)
+        ref = BatchRef((key,), small, columns, after, self, arranged.copies)
+        for lost, _ in collected:
+            if lost:
+                ref.drop()
+                raise HolderLostError("it had rows of the batch, and has ended", role=lost, rank=0, node="")
+        return ref
+
     def receive(self, ref: BatchRef, to: str | BatchRef) -> BatchRef:
         """Returns the rows of `ref` on this group's ranks, in the same order; they stay where they are, too.
 
@@ -373,6 +394,15 @@ class WorkerGroup(ABC):
         self.fetched_bytes += sum(map(num_bytes, fetched.tensors().values()))
         return fetched.select_idxs(np.argsort(np.concatenate(rows), kind="stable"))
 
+    def save_rows(self, ref: BatchRef, stem: Path) -> list[tuple[Path, np.ndarray]]:
+        """Lets each rank write the wide columns of its rows to a file, `<stem>.<rank>.safetensors`; returns the files, each with
+        the numbers of its rows in `ref`."""
+        ranks = np.unique(ref.layout.rank).tolist()
+        rows = {rank: np.flatnonzero(ref.layout.rank == rank) for rank in ranks}
+        files = {rank: stem.with_name(f"{stem.name}.{rank}.safetensors") for rank in ranks}
+        self._call_rows("save", [(rank, ref.select_idxs(rows[rank]), files[rank]) for rank in ranks])
+        return [(files[rank], rows[rank]) for rank in ranks]
+
     def drop(self, ref: BatchRef) -> None:
         """Lets the ranks forget the batches of the reference, and others their copies of them: its step is over."""
         self._call_rows("drop", [(rank, ref.keys) for rank in range(self.world_size)])
@@ -403,6 +433,9 @@ class WorkerGroup(ABC):
         if name not in self._meshes:
             self._meshes[name] = build_mesh(self.role, name, self.execute_all_sync("query_mesh", name))
         return self._meshes[name]
+
+
+SourcesOf = Callable[[np.ndarray], list[tuple[RowSource, np.ndarray]]]
 
 
 _EXCHANGES = itertools.count(1)

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhub.protocol import DataProto
+from rlhub.trainer.ppo.offline_source import Recorded
 from scripts.bench.tiny_model import build
 from tests.e2e.conftest import VOCABULARY, Mains, Result, Task
 from tests.support.audit import TrainedGroup, audit
@@ -85,7 +86,16 @@ def finished(result: Result) -> None:
 
 
 def batches(run: Path, steps: int = STEPS) -> list[DataProto]:
-    return [DataProto.load_from_disk(run / "batches" / f"step-{step:06d}.safetensors") for step in range(1, steps + 1)]
+    return [whole(run / "batches" / f"step-{step:06d}.safetensors") for step in range(1, steps + 1)]
+
+
+def whole(path: Path) -> DataProto:
+    """A recorded batch with its tokens; behind a response stands no version."""
+    batch = Recorded.read(path).whole()
+    versions = batch.batch["policy_version"]
+    written = torch.arange(versions.shape[1]) < batch.batch["response_length"][:, None]
+    batch.batch["policy_version"] = torch.where(written, versions, -1)
+    return batch
 
 
 def trained_groups(run: Path, steps: int) -> list[TrainedGroup]:
@@ -139,7 +149,7 @@ def masked_for_age(run: Path, steps: int = STEPS) -> int:
 
 def unmask(path: Path) -> None:
     """Let every sampled token of that batch train."""
-    batch = DataProto.load_from_disk(path)
+    batch = whole(path)
     batch.batch["response_mask"] = (batch.batch["policy_version"] >= 0).long()
     batch.save_to_disk(path)
 

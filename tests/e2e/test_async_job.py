@@ -70,7 +70,7 @@ def test_a_recorded_run_is_replayed_without_engines(mains: Mains, task: Task, tm
     assert weights(again, 4) == weights(run, 4)
     path = run / "batches" / "step-000002.safetensors"
     batch = DataProto.load_from_disk(path)
-    batch.batch["token_level_scores"] *= -1
+    batch.batch["scores"] *= -1
     batch.save_to_disk(path)
     finished(mains.run(task.arguments(changed, CORRECTED, replay)))
     assert weights(changed, 4) != weights(run, 4)

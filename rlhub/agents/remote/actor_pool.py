@@ -29,11 +29,12 @@ queue behind them."""
 
 @dataclass(slots=True, eq=False)
 class PooledActor:
-    """An actor of a pool.  episodes: the number of episodes that it serves.  places: how many of them occupy a place of each
-    limited kind."""
+    """An actor of a pool.  home: the name of this one process; an actor that replaces it has another.  episodes: the number of
+    episodes that it serves.  places: how many of them occupy a place of each limited kind."""
 
     name: str
     actor: AsyncActor
+    home: str = ""
     episodes: int = 0
     places: Counter[str] = field(default_factory=Counter)
 
@@ -156,7 +157,7 @@ class ActorPool:
         if self._closed:
             return
         self._starting.discard(starting)
-        member = PooledActor(name, actor)
+        member = PooledActor(name, actor, f"{name}.{self._restarted[name]}")
         self.members.append(member)
         self.background(self._watch(member))
         self._notify()

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlhub.agents.remote.environment_requests import DriverEnvironmentSource, EnvironmentRequest
-from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.remote.trajectory_store import TrajectoryStore
+from rlhub.agents.trajectory import Sampled, Trajectory
 from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import RlhubError, WorkflowError
@@ -38,6 +39,8 @@ class EpisodeActorSettings:
     tokenizer: a function that builds it.  samplings: the sampling parameters by purpose.  kwargs: the workflows' own settings.
     folder: the driver's working directory, to which relative paths in settings and names refer; "" stays in the process's own.
     lends_environments: the driver leases environments to the episodes; if False, each workflow runs its own in the actor.
+    vocab_size: token ids from it on are refused where tokens stay in the actor; None: all are taken.  decodes: those that the
+    workflow has not scored come to the driver with their text, to be scored there.
     """
 
     tokenizer: Callable[[], Any]
@@ -47,6 +50,8 @@ class EpisodeActorSettings:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     folder: str = ""
     lends_environments: bool = False
+    vocab_size: int | None = None
+    decodes: bool = False
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -80,7 +85,7 @@ class RequestCancelled:
 class EpisodeEnded:
     """The last message of an episode.  rejected: the reason if it raised Reject."""
 
-    trajectory: Trajectory | None = None
+    trajectory: Sampled | None = None
     rejected: str | None = None
 
 
@@ -101,13 +106,15 @@ class EpisodeActor:
         self._workflows: dict[WorkflowKey, RolloutWorkflow] = {}
         self._episodes: dict[str, _Episode] = {}
         self._leaving: set[asyncio.Task[None]] = set()
+        decoder = self._tokenizer if settings.decodes else None
+        self._kept = TrajectoryStore("", vocab_size=settings.vocab_size, tokenizer=decoder)
 
-    async def begin(self, session: str, workflow: WorkflowKey, data: EpisodeData) -> None:
-        """Starts an episode."""
+    async def begin(self, session: str, workflow: WorkflowKey, data: EpisodeData, keep: bool = False) -> None:
+        """Starts an episode.  keep: its tokens stay here, under the name of the session, and the driver gets a TrajectoryRef."""
         if session in self._episodes:
             raise WorkflowError(f"session {session} runs already: give every run of an episode a name of its own")
         episode = self._episodes[session] = _Episode()
-        episode.task = asyncio.create_task(self._run(episode, workflow, data))
+        episode.task = asyncio.create_task(self._run(episode, workflow, data, session if keep else ""))
 
     async def next_message(self, session: str) -> Message:
         """Waits for the next message of the episode and returns it, in order.  Raises the episode's error; the session ends with
@@ -140,12 +147,17 @@ class EpisodeActor:
 
     async def cancel(self, session: str) -> None:
         """Cancels an episode; its code cleans up after this call has returned.  An unknown session is ignored."""
+        self._kept.drop([session])
         episode = self._episodes.pop(session, None)
         if episode is not None and episode.task is not None:
             episode.unwanted = True
             episode.task.cancel()
             self._leaving.add(episode.task)
             episode.task.add_done_callback(self._leaving.discard)
+
+    async def rows(self, method: str, *args: Any) -> Any:
+        """Calls a method of the store that has the tokens of finished episodes."""
+        return await asyncio.to_thread(getattr(self._kept, method), *args)
 
     async def close(self) -> None:
         """Cancels all episodes and closes their workflows."""
@@ -155,11 +167,14 @@ class EpisodeActor:
         await asyncio.gather(*(workflow.aclose() for workflow in self._workflows.values()))
         self._workflows.clear()
 
-    async def _run(self, episode: _Episode, key: WorkflowKey, data: EpisodeData) -> None:
+    async def _run(self, episode: _Episode, key: WorkflowKey, data: EpisodeData, kept_as: str) -> None:
         _CURRENT.set(episode)
         end: EpisodeEnded | Exception
         try:
-            end = EpisodeEnded(trajectory=await self._workflow(key).arun_episode(episode, data))
+            trajectory = await self._workflow(key).arun_episode(episode, data)
+            if kept_as and isinstance(trajectory, Trajectory) and not episode.unwanted:
+                trajectory = self._kept.keep(kept_as, trajectory)
+            end = EpisodeEnded(trajectory=trajectory)
         except Reject as reason:
             end = EpisodeEnded(rejected=str(reason))
         except asyncio.CancelledError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from rlhub.agents.remote.episode_actor import (
     WorkflowKey,
 )
 from rlhub.agents.remote.streaming import extend
-from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.trajectory import Sampled, TrajectoryRef
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.engines.rollout.base import Completion, Progress
 from rlhub.errors import DeadlineError, EngineError, RlhubError, WorkerDiedError, WorkerError
@@ -50,13 +51,14 @@ class RemoteWorkflow(RolloutWorkflow):
     """Runs each episode in an actor of the pool.
 
     parts: those of the driver, of which only `score` and `environments` are used.  key: the workflow that the actors build.
+    keeps: the tokens stay in the actor, and episodes return a TrajectoryRef.
     """
 
-    def __init__(self, parts: WorkflowParts, key: WorkflowKey, pool: EpisodeActors) -> None:
+    def __init__(self, parts: WorkflowParts, key: WorkflowKey, pool: EpisodeActors, *, keeps: bool = False) -> None:
         super().__init__(parts)
-        self._key, self._pool = key, pool
+        self._key, self._pool, self._keeps = key, pool, keeps
 
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
         """Runs the episode in the actor with the fewest episodes.  If that dies, the episode starts again in another one."""
         for attempt in itertools.count():
             member = await self._pool.choose()
@@ -71,11 +73,14 @@ class RemoteWorkflow(RolloutWorkflow):
                 self._pool.counts["episodes_again"] += 1
         raise AssertionError("unreachable")
 
-    async def _run_in(self, member: PooledActor, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+    async def _run_in(self, member: PooledActor, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
         member.episodes += 1
         run = EpisodeRun(member, f"{data.session}/{next(_runs)}", engine, self.parts)
         try:
-            return await run.play(self._key, data)
+            result = await run.play(self._key, data, keep=self._keeps)
+            if isinstance(result, TrajectoryRef):
+                result.home = member.home
+            return result
         except WorkerError as error:
             own = own_error(error)
             if own is error:
@@ -83,9 +88,13 @@ class RemoteWorkflow(RolloutWorkflow):
             raise own from error
         finally:
             member.episodes -= 1
-            await run.stop_requests()
-            if not run.over and not member.actor.ended:
-                self._pool.background(self._cancel(member, run.session))
+            stopped = False
+            try:
+                await run.stop_requests()
+                stopped = True
+            finally:
+                if not (run.over and stopped) and not member.actor.ended:
+                    self._pool.background(self._cancel(member, run.session))
 
     async def _cancel(self, member: PooledActor, session: str) -> None:
         try:
@@ -104,9 +113,10 @@ class EpisodeRun:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._environments = EnvironmentRequestHandler(parts.environments)
 
-    async def play(self, key: WorkflowKey, data: EpisodeData) -> Trajectory | None:
-        """Starts the episode and serves its requests until it ends; returns its trajectory."""
-        await self._actor.call("begin", self.session, key, data)
+    async def play(self, key: WorkflowKey, data: EpisodeData, *, keep: bool = False) -> Sampled | None:
+        """Starts the episode and serves its requests until it ends; returns its trajectory, or where the actor keeps the tokens
+        its numbers."""
+        await self._actor.call("begin", self.session, key, data, keep)
         while True:
             match await self._next():
                 case EpisodeEnded(rejected=None, trajectory=trajectory):
@@ -191,6 +201,21 @@ class EpisodeActors(ActorPool):
     kind = "episode actor"
     metric = "rollout/episode_host"
     prefix = "episodes"
+
+    def __init__(self, start_actor: StartActor, num_actors: int, *, restarts: int = 3, shutdown_s: float = 60.0) -> None:
+        super().__init__(start_actor, num_actors, restarts=restarts, shutdown_s=shutdown_s)
+        self.on_lost: Callable[[str], None] = lambda home: None
+        """Called with the home of each actor that is lost."""
+
+    def at(self, home: str) -> PooledActor | None:
+        """Returns the actor that is this process, if it lives."""
+        return next((member for member in self.members if member.home == home), None)
+
+    def lost(self, member: PooledActor, why: BaseException | str) -> None:
+        known = member in self.members and not self._closed
+        super().lost(member, why)
+        if known:
+            self.on_lost(member.home)
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of deaths, restarts and repeated episodes since the start."""

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
-from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.trajectory import Sampled
 from rlhub.agents.workflows.registry import fill_knobs, workflow_class
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams
 from rlhub.envs.source import EnvironmentSource
@@ -92,9 +92,9 @@ class RolloutWorkflow(ABC):
         self.parts = parts
 
     @abstractmethod
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
-        """Runs one episode.  Returning None or raising Reject leaves the prompt's group out; any other error counts as a
-        failure."""
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
+        """Runs one episode and returns its Trajectory.  Returning None or raising Reject leaves the prompt's group out; any other
+        error counts as a failure."""
 
     async def aclose(self) -> None:  # noqa: B027  most workflows hold nothing
         """Releases the resources of the workflow (environments, clients).  It is called once, after the last episode."""

@@ -13,6 +13,7 @@ import os
 from typing import Any, Literal
 
 from rlhub.config.devices import count_gpus, torch_has_cuda
+from rlhub.config.rules.asynchronous import is_async, is_collected
 from rlhub.config.sections.actor import ActorConfig, RefConfig
 from rlhub.config.sections.ppo import CriticConfig, PPOConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
@@ -183,10 +184,12 @@ def _megatron_of(owner: ActorConfig | DPOConfig) -> MegatronConfig:
 
 
 def _episodes(config: PPOConfig) -> None:
-    """Derives how far generation runs ahead of training, and the timeout of an episode."""
+    """Derives how far generation runs ahead of training, the processes that run episodes, and the timeout of an episode."""
     trainer, agent = config.trainer, config.actor_rollout_ref.rollout.agent
     if trainer.pipeline_depth is None:
         trainer.pipeline_depth = trainer.max_staleness
+    if agent.num_workers is None:
+        agent.num_workers = int(is_async(config) and not is_collected(config) and trainer.batches == "reference")
     if agent.max_concurrent is None:
         agent.max_concurrent = (trainer.max_staleness + 1) * config.data.train_batch_size
     if agent.episode_timeout_s is None:

@@ -61,7 +61,7 @@ class TrainerConfig:
     pools: dict[str, Any] = field(default_factory=dict)
     """Further pools of ranks, for roles that should not share the actor's: name -> {nnodes: 1, n_gpus_per_node: 1}."""
     batches: Literal["reference", "driver"] = "reference"
-    """reference: columns of tokens stay with the ranks that made them and move once a step, to the ranks that train them;
+    """reference: columns of tokens stay with the processes that made them and move once a step, to the ranks that train them;
     driver: they travel through this process with every call."""
     placement: dict[str, Any] = field(default_factory=dict)
     """Pools of roles, role -> pool, for rollout, reference, critic, reward_model and judge; other roles share the actor's

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,7 +26,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.agents.trajectory import NOT_SAMPLED, Sampled, Trajectory
 from rlhub.algorithms.inputs import COMPONENT
 from rlhub.engines.rollout.base import FINISH_CODES
 from rlhub.errors import WorkflowError
@@ -39,15 +39,30 @@ from rlhub.rollout_service.executor.statistics import RolloutStatistics
 
 logger = logging.getLogger(__name__)
 ADDED = "added_rewards"
+Release = Callable[[Sequence[Sampled | None]], None]
+"""Takes notice of samples that are trained, or will not be."""
+
+
+def keep_nothing(samples: Sequence[Sampled | None]) -> None:
+    """Is the Release of samples that are all here."""
 
 
 class Delivery:
-    """Keeps the finished groups until training takes them or they are too old.  Only one thread may use it at a time."""
+    """Keeps the finished groups until training takes them or they are too old.  Only one thread may use it at a time.
+
+    release: called with the samples of groups that are trained or dropped.
+    """
 
     def __init__(
-        self, staleness: StalenessManager, ledger: PromptLedger, statistics: RolloutStatistics, policy: StalePolicy
+        self,
+        staleness: StalenessManager,
+        ledger: PromptLedger,
+        statistics: RolloutStatistics,
+        policy: StalePolicy,
+        release: Release = keep_nothing,
     ) -> None:
         self.staleness, self.ledger, self.statistics, self.policy = staleness, ledger, statistics, policy
+        self.release = release
         self._waiting: list[tuple[int, Group]] = []  # with the version of each one's first token
         self._taken: dict[int, tuple[int, Group]] = {}
         self._requests: deque[GroupRequest] = deque()
@@ -105,8 +120,21 @@ class Delivery:
         """Marks the groups that were taken for this step or an earlier one as trained."""
         trained = [ordinal for ordinal, (taken_for, _) in self._taken.items() if taken_for <= step]
         for ordinal in trained:
-            del self._taken[ordinal]
+            _, group = self._taken.pop(ordinal)
+            self.release(group.scored)
         self.ledger.train(*trained)
+
+    def give_back(self, ordinals: Iterable[int]) -> None:
+        """Lets these groups, which were taken, wait again: they could not be read."""
+        for ordinal in ordinals:
+            _, group = self._taken.pop(ordinal)
+            self._waiting.append((group.first_version, group))
+
+    def take_lost(self, home: str) -> list[Group]:
+        """Removes the waiting groups with samples in a process that has died, and returns them."""
+        lost = [group for _, group in self._waiting if group.lies_in(home)]
+        self._waiting = [(version, group) for version, group in self._waiting if not group.lies_in(home)]
+        return lost
 
     def untrained(self) -> list[Group]:
         """Returns the groups that wait or were taken for an unfinished step, sorted by ordinal."""
@@ -128,6 +156,7 @@ class Delivery:
         self.ledger.drop(group.ordinal, f"too old at step {self._step}")
         self.staleness.on_drop()
         self.statistics.drop(group)
+        self.release(group.scored)
         self.dropped_in_a_row += 1
 
     def _take(self, count: int, step: int) -> list[Group]:
@@ -210,7 +239,7 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
     """Returns the columns of the samples of all groups; T is the length of the longest response:
 
     input_ids, attention_mask (rows, prompt + T); responses, response_mask, policy_version (rows, T) int64; rollout_log_probs
-    (rows, T) float32; response_length, finish_reason, ordinal, uid (rows,) int64; the prompts' other columns.
+    (rows, T) float32; those of `row_columns`; the prompts' other columns.
 
     Only if tools gave rewards: added_rewards (rows, T) float32, which belong to the configured reward (see `add_rewards`).
 
@@ -219,16 +248,29 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
 
     policy_version is NOT_SAMPLED for tokens that the policy did not write.  vocab_size: tokens outside of it raise WorkflowError.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    counts = [len(group.trajectories) for group in groups]
+    trajectories = [trajectory for group in groups for trajectory in group.whole]
     columns = token_columns(trajectories, pad_id)
-    columns["ordinal"] = torch.from_numpy(np.repeat(np.array([group.ordinal for group in groups], dtype=np.int64), counts))
-    columns["uid"] = torch.from_numpy(np.repeat(np.arange(len(groups)), counts))
+    columns |= row_columns(groups)
     check(columns, vocab_size)
     columns |= added_columns(trajectories, columns["responses"].shape[1])
     columns |= score_columns(groups, columns["responses"].shape[1])
     add_rewards(columns)
     return DataProto.from_dict(columns, prompt_columns(groups))
+
+
+def row_columns(groups: Sequence[Group]) -> dict[str, Tensor]:
+    """Returns the columns of one number a row that follow from the samples' numbers: prompt_length, response_length,
+    finish_reason, ordinal, uid (rows,) int64."""
+    samples = [sample for group in groups for sample in group.trajectories]
+    counts = [len(group.trajectories) for group in groups]
+    numbers = {
+        "prompt_length": [sample.prompt_length for sample in samples],
+        "response_length": [sample.response_length for sample in samples],
+        "finish_reason": [FINISH_CODES[sample.finish_reason] for sample in samples],
+        "ordinal": np.repeat([group.ordinal for group in groups], counts),
+        "uid": np.repeat(np.arange(len(groups)), counts),
+    }
+    return {name: torch.from_numpy(np.array(column, dtype=np.int64)) for name, column in numbers.items()}
 
 
 def check(columns: Mapping[str, Tensor], vocab_size: int | None) -> None:
@@ -265,9 +307,6 @@ def token_columns(trajectories: Sequence[Trajectory], pad_id: int) -> dict[str, 
         "attention_mask": torch.from_numpy(np.concatenate([prompt_mask, filled], 1).astype(np.int64)),
         "responses": torch.from_numpy(responses),
         "response_mask": padded((t.response_mask for t in trajectories), 0, np.int64),
-        "prompt_length": torch.from_numpy(prompt_mask.sum(1)),
-        "response_length": torch.from_numpy(lengths),
-        "finish_reason": torch.from_numpy(np.array([FINISH_CODES[t.finish_reason] for t in trajectories], dtype=np.int64)),
         "rollout_log_probs": padded((t.rollout_log_probs for t in trajectories), 0.0, np.float32),
         "policy_version": padded((t.versions for t in trajectories), NOT_SAMPLED, np.int64),
     }
@@ -318,16 +357,27 @@ def score_columns(groups: Sequence[Group], width: int) -> dict[str, Tensor]:
     if not any(map(any, scored)):
         return {}
     rewards = torch.zeros(sum(map(len, scored)), width)
-    for row, (ordinal, trajectory) in enumerate((group.ordinal, t) for group in groups for t in group.trajectories):
+    for row, (ordinal, trajectory) in enumerate((group.ordinal, t) for group in groups for t in group.whole):
         if trajectory.rewards is None:
             raise WorkflowError(f"prompt {ordinal} has samples without rewards in a batch in which others have them")
         if not trajectory.finite_rewards:
             raise WorkflowError(f"a sample of prompt {ordinal} has rewards that are, or add up to, no finite float32")
         rewards[row, : len(trajectory.rewards)] = torch.tensor(trajectory.rewards)
+    return {"token_level_scores": rewards, "scores": rewards.sum(1)} | _scored_rows(groups)
+
+
+def score_rows(groups: Sequence[Group]) -> dict[str, Tensor]:
+    """Returns `score_columns` of samples whose tokens are in other processes: those of one number a row."""
+    samples = [sample for group in groups for sample in group.trajectories]
+    if all(sample.rewards is None for sample in samples):
+        return {}
+    return {"scores": torch.tensor([sum(sample.rewards or ()) for sample in samples])} | _scored_rows(groups)
+
+
+def _scored_rows(groups: Sequence[Group]) -> dict[str, Tensor]:
     names = dict.fromkeys(name for group in groups for numbers in group.numbers for name in numbers)
     columns = {COMPONENT + name: number_column(groups, name) for name in names}
-    valid = torch.tensor([sample for group in groups for sample in group.valid])
-    return {"token_level_scores": rewards, "scores": rewards.sum(1), "valid": valid} | columns
+    return {"valid": torch.tensor([sample for group in groups for sample in group.valid])} | columns
 
 
 def number_column(groups: Sequence[Group], name: str) -> Tensor:

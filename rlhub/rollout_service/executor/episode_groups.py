@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef, sampled_of
 
 StalePolicy = Literal["drop", "mask", "correct"]
 """The handling of a group with tokens older than the bound: it is dropped, trained without these tokens, or trained with the
@@ -32,13 +32,13 @@ class Group:
     """
 
     item: PromptItem
-    trajectories: list[Trajectory]
-    baseline: Trajectory | None = None
+    trajectories: Sequence[Sampled]
+    baseline: Sampled | None = None
     valid: list[bool] = field(default_factory=list)
     numbers: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.valid = self.valid or [True] * len(self.trajectories)
+        self.valid = self.valid or [trajectory.num_tokens > 0 for trajectory in self.trajectories]
         self.numbers = self.numbers or [{} for _ in self.trajectories]
 
     @property
@@ -47,19 +47,31 @@ class Group:
         return self.item.ordinal
 
     @property
-    def scored(self) -> list[Trajectory]:
+    def scored(self) -> list[Sampled]:
         """Returns the trajectories that the reward function scores: the samples, and after them the baseline."""
         return [*self.trajectories, *([] if self.baseline is None else [self.baseline])]
 
     @property
+    def whole(self) -> list[Trajectory]:
+        """Returns the samples, whose tokens must be here.  Raises ValueError where only their numbers are."""
+        found = [trajectory for trajectory in self.trajectories if isinstance(trajectory, Trajectory)]
+        if len(found) < len(self.trajectories):
+            raise ValueError(f"prompt {self.ordinal}: the tokens of its samples are in other processes")
+        return found
+
+    def lies_in(self, home: str) -> bool:
+        """Returns whether that process has the tokens of one of the group's samples."""
+        return any(isinstance(sample, TrajectoryRef) and sample.home == home for sample in self.scored)
+
+    @property
     def first_version(self) -> int:
         """Returns the policy version of the oldest token that would train; the group's staleness counts from it."""
-        return min(trajectory.first_version for trajectory in self.trajectories if any(trajectory.response_mask))
+        return min(trajectory.first_version for trajectory in self.trajectories if trajectory.num_tokens)
 
     @property
     def num_tokens(self) -> int:
         """Returns the number of tokens that the policy wrote."""
-        return sum(sum(trajectory.response_mask) for trajectory in self.trajectories)
+        return sum(trajectory.num_tokens for trajectory in self.trajectories)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the group without its prompt, which a resumed run reads from the data again."""
@@ -70,8 +82,8 @@ class Group:
     @classmethod
     def from_json(cls, state: Mapping[str, Any], item: PromptItem) -> Group:
         """Returns the group that `to_json` wrote, with the prompt of that ordinal."""
-        trajectories = [Trajectory(**trajectory) for trajectory in state["trajectories"]]
-        baseline = Trajectory(**state["baseline"]) if "baseline" in state else None
+        trajectories = [sampled_of(trajectory) for trajectory in state["trajectories"]]
+        baseline = sampled_of(state["baseline"]) if "baseline" in state else None
         valid, numbers = list(state["valid"]), list(state["numbers"])
         return cls(item=item, trajectories=trajectories, baseline=baseline, valid=valid, numbers=numbers)
 
@@ -79,28 +91,10 @@ class Group:
 def mask_older(group: Group, oldest: int) -> int:
     """Masks the tokens of versions before `oldest`; returns how many there were.
 
-    A sample without any token left is not valid, so it does not train and does not change the baseline of the others.  Rewards of
-    masked tokens move to the first token that is left, so that the sample is still compared by its whole reward.
+    A sample without any token left is not valid, so it does not train and does not change the baseline of the others.
     """
     masked = 0
     for sample, trajectory in enumerate(group.trajectories):
-        mask = [
-            int(used and version >= oldest) for used, version in zip(trajectory.response_mask, trajectory.versions, strict=True)
-        ]
-        masked += sum(trajectory.response_mask) - sum(mask)
-        trajectory.response_mask = mask
-        group.valid[sample] &= any(mask)
-        if trajectory.rewards is not None:
-            trajectory.rewards = moved_inside(trajectory.rewards, mask)
-        if trajectory.added_rewards is not None:
-            trajectory.added_rewards = moved_inside(trajectory.added_rewards, mask)
+        masked += trajectory.mask_older(oldest)
+        group.valid[sample] &= trajectory.num_tokens > 0
     return masked
-
-
-def moved_inside(rewards: Sequence[float], mask: Sequence[int]) -> list[float]:
-    """Returns the rewards (one per token) with those before the mask's first token added to that token; all 0 for an empty
-    mask."""
-    if not any(mask):
-        return [0.0] * len(rewards)
-    first = list(mask).index(1)
-    return [0.0] * first + [sum(rewards[: first + 1]), *rewards[first + 1 :]]

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlhub.agents.partials import Interrupt, TrackedEngine, completion_of, sample_state
-from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef, sampled_of
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.engines.rollout.base import Completion
 from rlhub.errors import ConfigError, DeadlineError, WorkflowError
-from rlhub.rollout_service.executor.batches import Delivery, FailureLimit, GroupRequest
+from rlhub.rollout_service.executor.batches import Delivery, FailureLimit, GroupRequest, Release, keep_nothing
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, StalePolicy
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
@@ -59,12 +59,13 @@ class ExecutorOptions:
 @dataclass(slots=True)
 class _Work:
     """A group whose episodes run.  workflows: one per episode.  trajectories: of the episodes that have ended.  engines: one per
-    episode, with the tokens written so far."""
+    episode, with the tokens written so far.  group: the complete group, while it is scored."""
 
     item: PromptItem
     workflows: Sequence[RolloutWorkflow]
-    trajectories: list[Trajectory | None]
+    trajectories: list[Sampled | None]
     engines: list[TrackedEngine]
+    group: Group | None = None
 
     @property
     def missing(self) -> list[int]:
@@ -87,7 +88,7 @@ class WorkflowExecutor:
     on_group: awaited once for each complete group before the filter; it scores the group.  Its errors end the run (the reward has
     a policy for its own failures), except Reject.  keep: the group filter; a group that it refuses is rejected, and another
     prompt is drawn.  interrupt: makes running generations return their tokens for a checkpoint; None: they start again after a
-    resume.
+    resume.  release: called with the results that were trained, or will not be.
     """
 
     def __init__(
@@ -103,12 +104,15 @@ class WorkflowExecutor:
         keep: Callable[[Group], bool] | None = None,
         interrupt: Interrupt | None = None,
         baseline_for: Callable[[Mapping[str, Any]], RolloutWorkflow] | None = None,
+        release: Release = keep_nothing,
     ) -> None:
         self.runner, self.engine, self.workflow_for, self.baseline_for = runner, engine, workflow_for, baseline_for
         self.staleness, self.ledger, self.options = staleness, ledger, options
         self.on_group, self.keep, self.interrupt = on_group, keep, interrupt
         self.statistics = RolloutStatistics()
-        self.delivery = Delivery(staleness, ledger, self.statistics, options.stale_policy)
+        self.delivery = Delivery(staleness, ledger, self.statistics, options.stale_policy, release)
+        self.release = release
+        self._lost_homes: set[str] = set()
         self._source: Iterator[PromptItem] = iter(())
         self._exhausted = self._paused = self._closed = False
         self._error: BaseException | None = None
@@ -151,6 +155,10 @@ class WorkflowExecutor:
     def trained(self, step: int) -> None:
         """Marks the groups that were taken for this step or an earlier one as trained."""
         self._call(self._trained, step)
+
+    def give_back(self, groups: Sequence[Group]) -> None:
+        """Lets groups that `next_groups` returned wait again; those whose tokens were lost are generated again."""
+        self._call(self._give_back, [group.ordinal for group in groups])
 
     def set_version(self, version: int) -> None:
         """Ends step `version`, whose weights generate from now on."""
@@ -288,11 +296,33 @@ class WorkflowExecutor:
             data = self._data(item, sample, completion_of(before["written"]))
             work.engines.append(TrackedEngine(self.engine, data))
             if before["trajectory"] is not None:
-                work.trajectories[sample] = Trajectory(**before["trajectory"])
+                work.trajectories[sample] = sampled_of(before["trajectory"])
             else:
                 self._submit(work, data)
         if not work.missing:
             self._complete(work)
+
+    def lost(self, home: str) -> None:
+        """Generates again all samples that are not trained and whose tokens were in that process, which has died."""
+        self._lost_homes.add(home)
+        if self._closed or self._error is not None:
+            return
+        for group in self.delivery.take_lost(home):
+            self.ledger.lose(group.ordinal)
+            self.staleness.on_lose()
+            self.statistics.counts["lost_groups"] += 1
+            work = _Work(group.item, self._workflows(group.item.row), list(group.scored), [])
+            fresh = (self._data(group.item, sample, None) for sample in range(self._num_episodes))
+            work.engines = [TrackedEngine(self.engine, data) for data in fresh]
+            self._work[group.ordinal] = work
+        for work in list(self._work.values()):
+            lost = [n for n, one in enumerate(work.trajectories) if isinstance(one, TrajectoryRef) and one.home == home]
+            for sample in lost:
+                data = self._data(work.item, sample, None)
+                work.trajectories[sample], work.group = None, None
+                work.engines[sample] = TrackedEngine(self.engine, data)
+                self._submit(work, data)
+        self.statistics.work(self.staleness.running)
 
     def _data(self, item: PromptItem, sample: int, partial: Completion | None) -> EpisodeData:
         seed = sample_seed(self.options.seed, item.ordinal, sample)
@@ -304,7 +334,7 @@ class WorkflowExecutor:
         self._episodes[data.session] = (work, data.sample)
         deadline = self.options.episode_timeout_s
         workflow = work.workflows[data.sample]
-        self.runner.submit(episode, workflow, work.engines[-1], data, task_id=data.session, deadline=deadline)
+        self.runner.submit(episode, workflow, work.engines[data.sample], data, task_id=data.session, deadline=deadline)
 
     def _on_result(self, result: TaskResult) -> None:
         """Takes the result of an episode that has ended."""
@@ -313,7 +343,8 @@ class WorkflowExecutor:
             return
         if self._work.get(work.item.ordinal) is not work:  # its group has ended before
             if isinstance(result, Accepted):
-                self.statistics.wasted_tokens += sum(result.value.response_mask)
+                self.statistics.wasted_tokens += result.value.num_tokens
+                self.release([result.value])
             return
         try:
             self._settle(work, sample, result)
@@ -324,6 +355,7 @@ class WorkflowExecutor:
         match result:
             case Accepted(value=trajectory):
                 work.trajectories[sample] = trajectory
+                work.engines[sample].written = None  # a checkpoint needs only its result
                 if not work.missing:
                     self._complete(work)
             case Rejected(reason=reason):
@@ -342,6 +374,7 @@ class WorkflowExecutor:
         done = [trajectory for trajectory in work.trajectories if trajectory is not None]
         samples, baseline = done[: self.options.group_size], done[self.options.group_size :]
         group = Group(item=work.item, trajectories=samples, baseline=baseline[0] if baseline else None)
+        work.group = group
         if self.on_group is None:
             self._filter(work, group)
         else:
@@ -360,6 +393,8 @@ class WorkflowExecutor:
             self._fail(error)
 
     def _filter(self, work: _Work, group: Group) -> None:
+        if work.group is not group:  # samples were lost while it was scored
+            return
         self._failure_limit.complete()
         if self.keep is not None and not self.keep(group):
             return self._reject(work, "filtered_groups", "filtered out")
@@ -383,7 +418,8 @@ class WorkflowExecutor:
         del self._work[ordinal]
         for sample in work.missing:
             self.runner.cancel(f"{ordinal}-{sample}")
-        self.statistics.wasted_tokens += sum(sum(t.response_mask) for t in work.trajectories if t is not None)
+        self.statistics.wasted_tokens += sum(t.num_tokens for t in work.trajectories if t is not None)
+        self.release(work.trajectories)
         self.statistics.counts[count] += 1
         self._failure_limit.rejected(reason)
         self.ledger.reject(ordinal, reason)
@@ -411,6 +447,12 @@ class WorkflowExecutor:
 
     def _trained(self, step: int) -> None:
         self.delivery.trained(step)
+
+    def _give_back(self, ordinals: list[int]) -> None:
+        self.delivery.give_back(ordinals)
+        for home in list(self._lost_homes):
+            self.lost(home)
+        self._react()
 
     def _set_version(self, version: int) -> None:
         self.staleness.set_version(version)
@@ -465,9 +507,9 @@ class WorkflowExecutor:
         self.delivery.fail(WorkflowError("the executor is closed"))
 
 
-async def episode(workflow: RolloutWorkflow, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+async def episode(workflow: RolloutWorkflow, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
     """Runs one episode and checks that its trajectory can be trained on."""
     trajectory = await workflow.arun_episode(engine, data)
-    if trajectory is not None:
+    if isinstance(trajectory, Trajectory):  # the process that keeps the tokens of others has checked them
         trajectory.check()
     return trajectory

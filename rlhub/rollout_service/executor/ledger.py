@@ -1,7 +1,8 @@
 """PromptLedger: the phase of each prompt, so that no prompt is trained twice or forgotten, whatever process is killed at any
 time.
 
-issued -> running -> finished -> trained | rejected | dropped.  Ordinals are issued in order and never again.  A prompt that has
+issued -> running -> finished -> trained | rejected | dropped; back to running where a process that kept finished samples has
+died.  Ordinals are issued in order and never again.  A prompt that has
 ended leaves the ledger, so the ledger is as large as the work in progress.  All prompts below the frontier have ended; a resumed
 run reads prompts from there on, and skips those that have ended too.
 """
@@ -74,6 +75,12 @@ class PromptLedger:
     def finish(self, ordinal: int) -> None:
         """Records that the prompt's group is complete and may be trained."""
         self._move(ordinal, Phase.FINISHED)
+
+    def lose(self, ordinal: int) -> None:
+        """Records that samples of the prompt's complete group were lost, and their episodes run again."""
+        if self._open.get(ordinal) is not Phase.FINISHED:
+            raise ValueError(f"prompt {ordinal} has no complete group to lose: it is {self._open.get(ordinal, 'at its end')}")
+        self._open[ordinal] = Phase.RUNNING
 
     def train(self, *ordinals: int) -> None:
         """Records that the groups of these prompts were trained."""

@@ -72,6 +72,11 @@ class StalenessManager:
         """Counts an accepted group that became too old.  Another group may start in its place."""
         self.accepted -= 1
 
+    def on_lose(self) -> None:
+        """Counts an accepted group whose samples were lost and are generated again."""
+        self.accepted -= 1
+        self.running += 1
+
     def set_version(self, version: int) -> None:
         """Sets the version that generates from now on."""
         if version < self.version:

@@ -119,6 +119,10 @@ class RayAsyncActor:
         """The place of its process."""
         return self._worker
 
+    @property
+    def address(self) -> RayActorAddress:
+        return RayActorAddress(self.name, self._actor, self._worker)
+
     def start(self, spec: ClassWithInitArgs) -> None:
         """Waits for the process and builds the object."""
         deadline = time.monotonic() + self._options.start_deadline_s
@@ -207,6 +211,26 @@ class RayAsyncActor:
             end_on_nodes(self._marker, {self._node_id} - {""}, _REAP_S)
         except RayError as error:
             logger.warning("could not look for what %s left behind: %s", self.name, error)
+
+
+@dataclass(slots=True, frozen=True)
+class RayActorAddress:
+    """Is the ActorAddress of an actor: its results go to the calling process, and through no other one."""
+
+    name: str
+    actor: Any
+    worker: WorkerInfo
+
+    def begin(self, method: str, *args: Any) -> Callable[[], Any]:
+        reference = self.actor.answer.remote(method, args)
+
+        def wait() -> Any:
+            try:
+                return ray.get(reference)
+            except RayError as error:
+                raise typed_error(error, self.name, self.worker, method) from None
+
+        return wait
 
 
 def _create(options: AsyncActorOptions, marker: str) -> Any:
@@ -368,6 +392,10 @@ class ActorProcess:
         """Constructs the object."""
         self._object = ActorObject(self._max_concurrency)
         await self._object.build(spec, self._context)
+
+    async def answer(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Runs a method of the object for another process than the driver."""
+        return await self._object.run(method, args, {})
 
     async def linger(self) -> None:
         """Never returns: the call fails when the process dies, which wakes its caller."""

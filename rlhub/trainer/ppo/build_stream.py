@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhub.agents.remote.environment_actors import EnvironmentActorOptions, EnvironmentActors, environment_actor_starter
 from rlhub.agents.remote.episode_actor import EpisodeActorSettings
+from rlhub.agents.remote.holders import Holders
 from rlhub.agents.remote.workflow import EpisodeActorOptions, EpisodeActors, episode_actor_starter
 from rlhub.agents.workflows.base import Score
 from rlhub.agents.workflows.registry import workflow_kwargs
@@ -23,6 +24,7 @@ from rlhub.data.prompts import PromptLoader
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
 from rlhub.rewards import RewardManager
+from rlhub.rollout_service.executor.batches import keep_nothing
 from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
@@ -63,7 +65,8 @@ logger = logging.getLogger(__name__)
 class EpisodeRuntime:
     """The parts that run a job's episodes: event loop, rollout service, and the processes of agent.num_workers and num_env_hosts.
 
-    score: the reward of a turn, for workflows that read it.  stack: closes the parts when the job ends.
+    score: the reward of a turn, for workflows that read it.  holders: keep the tokens of training's episodes; None: the driver's
+    executor has them.  stack: closes the parts when the job ends.
     """
 
     config: PPOConfig
@@ -76,9 +79,10 @@ class EpisodeRuntime:
     score: Score
     episode_actors: EpisodeActors | None
     environments: EnvironmentActors | None
+    holders: Holders | None
 
     def workflows(self, sampling: SamplingParams, purpose: str) -> Workflows:
-        """Returns the job's workflows with this sampling."""
+        """Returns the job's workflows with this sampling; the samples of validation come to the driver."""
         workflows = Workflows(
             self.config,
             self.tokenizer,
@@ -87,6 +91,7 @@ class EpisodeRuntime:
             purpose=purpose,
             episode_actors=self.episode_actors,
             environments=self.environments,
+            holders=None if purpose == VALIDATION else self.holders,
         )
         self.stack.callback(close_on_loop, self.runner, workflows.aclose)
         return workflows
@@ -125,7 +130,8 @@ def build_stream(
     service.start()
     stack.callback(service.close)
     scoring = build_scoring(reward)
-    episodes = start_episodes(config, tokenizer, runner, service, scoring, run, stack)
+    keeps = config.trainer.batches == "reference"
+    episodes = start_episodes(config, tokenizer, runner, service, scoring, run, stack, keeps=keeps)
     log = PromptLog(run.folder.path / PROMPTS)
     executor = build_executor(episodes, scoring, log)
     publisher = Publisher(
@@ -147,6 +153,8 @@ def build_stream(
         vocabulary=episodes.vocabulary,
         log=log,
         timers=run.timers,
+        holders=episodes.holders,
+        ranks=groups.actor,
         actor_pools=[found for found in (episodes.episode_actors, episodes.environments) if found is not None],
     )
     samples = episodes.validation_samples()
@@ -181,11 +189,17 @@ def start_episodes(
     scoring: GroupScoring,
     run: Run,
     stack: ExitStack,
+    *,
+    keeps: bool = False,
 ) -> EpisodeRuntime:
-    """Starts the processes that run parts of episodes, if any; after the service, which has connected the cluster."""
+    """Starts the processes that run parts of episodes, if any; after the service, which has connected the cluster.
+
+    keeps: the tokens of training's episodes stay where they run.
+    """
     vocabulary = read_vocabulary(config.actor_rollout_ref.model, tokenizer)
     environments = environment_hosts(config, run)
-    episode_actors = episode_hosts(config, vocabulary, run)
+    decodes = scoring.scorer is not None
+    episode_actors = episode_hosts(config, vocabulary, run, decodes=decodes)
     for processes in (environments, episode_actors):
         if processes is not None:
             stack.callback(close_on_loop, runner, processes.close)
@@ -201,12 +215,14 @@ def start_episodes(
         score=no_turn_scores if scoring.scorer is None else scoring.scorer.score_text,
         episode_actors=episode_actors,
         environments=environments,
+        holders=Holders(episode_actors, vocab_size=vocabulary.size, tokenizer=tokenizer if decodes else None) if keeps else None,
     )
 
 
-def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, run: Run) -> EpisodeActors | None:
+def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, run: Run, *, decodes: bool) -> EpisodeActors | None:
     """Returns the processes that run the episodes' own code, where the configuration wants any; not yet started."""
     model, rollout, trainer = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.trainer
+    assert rollout.agent.num_workers is not None, "derive first"
     if rollout.agent.num_workers == 0:
         return None
     settings = EpisodeActorSettings(
@@ -221,6 +237,8 @@ def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, run: Run) -> Episod
         kwargs=workflow_kwargs(rollout),
         folder=os.getcwd(),
         lends_environments=rollout.agent.num_env_hosts > 0,
+        vocab_size=vocabulary.size,
+        decodes=decodes,
     )
     seconds = trainer.deadline_s
     options = EpisodeActorOptions(
@@ -303,7 +321,10 @@ def build_executor(episodes: EpisodeRuntime, scoring: GroupScoring, log: PromptL
         keep=signal_filter(episodes, scoring),
         interrupt=router.abort,
         baseline_for=baselines.of if requirements(config).baseline_rewards else None,
+        release=keep_nothing if episodes.holders is None else episodes.holders.release,
     )
+    if episodes.episode_actors is not None and episodes.holders is not None:
+        episodes.episode_actors.on_lost = executor.lost
     episodes.stack.callback(executor.close)
     return executor
 

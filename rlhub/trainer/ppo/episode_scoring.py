@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
@@ -57,12 +58,23 @@ class EpisodeScorer:
     async def outcomes(self, group: Group) -> list[RewardOutcome]:
         """Returns one outcome a sample, and the baseline's after them; the workflow's own reward where it set one."""
         missing = [trajectory for trajectory in group.scored if trajectory.rewards is None]
-        texts = self._tokenizer.batch_decode([list(t.response_ids) for t in missing], skip_special_tokens=True) if missing else []
-        found = iter(await self.score([request_of(group.item.row, text) for text in texts]))
+        found = iter(await self.score([request_of(group.item.row, text) for text in self._texts(missing)]))
         return [
             next(found) if trajectory.rewards is None else RewardOutcome(score=float(sum(trajectory.rewards)))
             for trajectory in group.scored
         ]
+
+    def _texts(self, samples: Sequence[Sampled]) -> Iterator[str]:
+        """Returns the responses without special tokens; those of samples whose tokens are not here came decoded."""
+        here = [list(sample.response_ids) for sample in samples if isinstance(sample, Trajectory)]
+        decoded = iter(self._tokenizer.batch_decode(here, skip_special_tokens=True) if here else [])
+        for sample in samples:
+            if isinstance(sample, Trajectory):
+                yield next(decoded)
+            else:
+                assert sample.response_text is not None, "the process that keeps the tokens decodes them"
+                yield sample.response_text
+                sample.response_text = None
 
     async def score_text(self, row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
         """Is `agents.workflows.base.Score`, for workflows that want the reward of a turn."""
@@ -181,7 +193,8 @@ class SignalFilter:
     _without: int = 0
 
     def __call__(self, group: Group) -> bool:
-        batch: DataProto = to_batch([group], pad_id=self.pad_id)
+        samples = [sample.outline() if isinstance(sample, TrajectoryRef) else sample for sample in group.trajectories]
+        batch: DataProto = to_batch([replace(group, trajectories=samples)], pad_id=self.pad_id)
         batch.non_tensor_batch[OUTCOMES] = object_array(list(self.outcomes.take(group)))
         self.scorer.score_rows(batch)
         if bool(groups_with_signal(batch, len(group.trajectories))[0]):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rlhub.agents.remote.environment_actors import EnvironmentActors
 from rlhub.agents.remote.episode_actor import WorkflowKey
+from rlhub.agents.remote.holders import Holders, KeepingWorkflow
 from rlhub.agents.remote.workflow import EpisodeActors, RemoteWorkflow
 from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, Score, WorkflowParts, build_workflow
@@ -73,7 +75,7 @@ class Workflows:
     """One workflow of each name, built when the first row asks for it.  Used on the event loop that runs the episodes.
 
     episode_actors: run the episodes' own code instead of this loop, with the sampling of `purpose`.  environments: leases
-    environments to them.
+    environments to them.  holders: keep the tokens of the episodes; None: these come to the driver.
     """
 
     config: PPOConfig
@@ -83,6 +85,7 @@ class Workflows:
     purpose: str = TRAINING
     episode_actors: EpisodeActors | None = None
     environments: EnvironmentActors | None = None
+    holders: Holders | None = None
     _built: dict[str, RolloutWorkflow] = field(init=False, default_factory=dict)
 
     def of(self, row: Mapping[str, Any]) -> RolloutWorkflow:
@@ -93,10 +96,12 @@ class Workflows:
         return self._built[name]
 
     def _build(self, name: str) -> RolloutWorkflow:
-        if self.episode_actors is None:
-            return build_workflow(name, self._parts())
-        workflow_class(name)  # a wrong name ends the run, as without episode actors, not only each of its episodes
-        return RemoteWorkflow(self._parts(), WorkflowKey(self.purpose, name), self.episode_actors)
+        workflow_class(name)  # a wrong name ends the run, not only each of its episodes
+        build, remote = partial(build_workflow, name, self._parts()), None
+        if self.episode_actors is not None:
+            key = WorkflowKey(self.purpose, name)
+            remote = RemoteWorkflow(self._parts(), key, self.episode_actors, keeps=self.holders is not None)
+        return remote or build() if self.holders is None else KeepingWorkflow(name, self.holders.own, remote, build)
 
     def _parts(self) -> WorkflowParts:
         return WorkflowParts(
@@ -199,7 +204,7 @@ class EpisodeSamples:
             found = None
         except RewardError as error:
             return _Sample(self._empty(item), RewardOutcome(error=RewardFailure(kind="raised", message=str(error))))
-        return _Sample(found or self._empty(item))
+        return _Sample(found if isinstance(found, Trajectory) else self._empty(item))
 
     def _empty(self, item: PromptItem) -> Trajectory:
         return Trajectory(

@@ -15,21 +15,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.errors import DataError, WorkflowError
 from rlhub.models.tokenizer import Vocabulary, read_vocabulary
 from rlhub.protocol import Batch, BatchRef, DataProto
+from rlhub.protocol.exchange import FileRows, RowSource
+from rlhub.protocol.layout import ColumnInfo
+from rlhub.protocol.sequences import with_padding
 from rlhub.rollout_service.executor.batches import episode_metrics, to_batch
 from rlhub.rollout_service.trajectory_files import TrajectoryReader
+from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.step import SampleSource
+from rlhub.trainer.ppo.worker_groups import TRAINING_MESH
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
 from rlhub.utils.timing import PhaseTimer
 
 RECORDINGS = "batches"
 """Folder of the recorded batches in the run folder."""
+PARTS, COLUMNS = "parts", "columns"
+"""Meta entries of a recorded batch: the files of its columns of tokens, and what these are."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,6 +124,65 @@ def batch_file(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.safetensors"
 
 
+def record(batch: Batch, path: Path) -> None:
+    """Writes a batch to the file.  By reference the ranks that have the rows write their columns to files beside it."""
+    small = batch.small if isinstance(batch, BatchRef) else batch
+    small = small.select(non_tensor_batch_keys=[])
+    if isinstance(batch, BatchRef):
+        assert isinstance(batch.group, WorkerGroup), "a source's batch is with its ranks"
+        parts = batch.group.save_rows(batch, path.with_name(path.stem.replace("step", "rows")))
+        small.meta_info[PARTS] = [[part.name, rows.tolist()] for part, rows in parts]
+        columns = {
+            name: (str(info.dtype).removeprefix("torch."), info.shape, info.ragged) for name, info in batch.columns.items()
+        }
+        small.meta_info[COLUMNS] = columns
+    aside = path.with_name(path.name + TEMPORARY_SUFFIX)
+    small.save_to_disk(aside)
+    aside.rename(path)
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A recorded batch.  small: its columns of one number a row, or where it is in one file all of them.  parts: the files of
+    the others, each with the numbers of its rows.  columns: the others."""
+
+    small: DataProto
+    parts: list[tuple[Path, np.ndarray]]
+    columns: dict[str, ColumnInfo]
+
+    @classmethod
+    def read(cls, path: Path) -> Recorded:
+        """Reads the file of a batch, and of its parts nothing."""
+        small = DataProto.load_from_disk(path)
+        parts, columns = small.meta_info.pop(PARTS, []), small.meta_info.pop(COLUMNS, {})
+        infos = {name: ColumnInfo(getattr(torch, dtype), shape, ragged) for name, (dtype, shape, ragged) in columns.items()}
+        return cls(small, [(path.with_name(name), np.array(rows, dtype=np.int64)) for name, rows in parts], infos)
+
+    def whole(self) -> DataProto:
+        """Returns the batch with all columns, as workers read them."""
+        if not self.parts:
+            return self.small
+        rows = DataProto.concat([DataProto.load_from_disk(path) for path, _ in self.parts])
+        order = np.argsort(np.concatenate([rows for _, rows in self.parts]), kind="stable")
+        return DataProto.from_dict(with_padding(rows.select_idxs(order).tensors())).union(self.small)
+
+    def on(self, ranks: WorkerGroup, key: str) -> Batch:
+        """Returns the batch by reference, whose columns the ranks read from the files."""
+        if not self.parts:
+            return self.small
+        file_of = np.empty(len(self.small), dtype=np.int64)
+        place = np.empty(len(self.small), dtype=np.int64)
+        for number, (_, rows) in enumerate(self.parts):
+            file_of[rows], place[rows] = number, np.arange(len(rows))
+
+        def sources(chosen: np.ndarray) -> list[tuple[RowSource, np.ndarray]]:
+            hits = [np.flatnonzero(file_of[chosen] == number) for number in range(len(self.parts))]
+            pairs = zip(self.parts, hits, strict=True)
+            return [(FileRows(path.absolute(), place[chosen[hit]]), hit) for (path, _), hit in pairs if len(hit)]
+
+        return ranks.collect(self.small, self.columns, sources, TRAINING_MESH, key)
+
+
 @dataclass(slots=True)
 class RecordingSource:
     """Wraps another source and writes its training batches, scored, to the folder."""
@@ -143,11 +212,7 @@ class RecordingSource:
         batch = self.source.select(samples)
         if batch is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = batch_file(self.folder, self._step)
-            aside = path.with_name(path.name + TEMPORARY_SUFFIX)
-            recorded = batch.fetch_all() if isinstance(batch, BatchRef) else batch
-            recorded.select(non_tensor_batch_keys=[]).save_to_disk(aside)
-            aside.rename(path)
+            record(batch, batch_file(self.folder, self._step))
         return batch
 
     def trained(self, step: int) -> None:
@@ -165,10 +230,14 @@ class RecordingSource:
 
 @dataclass(slots=True)
 class ReplaySource:
-    """Is the SampleSource of the recorded batches of a folder.  No prompts are drawn: the loader stays where it is."""
+    """Is the SampleSource of the recorded batches of a folder.  No prompts are drawn: the loader stays where it is.
+
+    ranks: those that train, which read the columns of tokens; None: this process reads them.
+    """
 
     folder: Path
     loader: PromptLoader
+    ranks: WorkerGroup | None = None
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
 
@@ -183,7 +252,8 @@ class ReplaySource:
                 f"trainer.replay_from={self.folder} has no batch of step {step} ({path.name}), but {num_recorded(self.folder)} "
                 "others: set trainer.total_training_steps to as many, or name the folder of another run"
             )
-        return Samples(batch=DataProto.load_from_disk(path))
+        recorded = Recorded.read(path)
+        return Samples(batch=recorded.whole() if self.ranks is None else recorded.on(self.ranks, f"replay-{step}"))
 
     def select(self, samples: Samples) -> Batch:
         """Returns the batch as it was recorded."""

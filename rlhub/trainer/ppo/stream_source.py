@@ -15,40 +15,52 @@ and `PromptLog` writes prompts.jsonl, one line a prompt, whatever was killed in 
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from rlhub.agents.remote.actor_pool import ActorPool
+from rlhub.agents.remote.holders import Holders
+from rlhub.agents.remote.trajectory_store import WIDE, wide_names
+from rlhub.agents.trajectory import Sampled, TrajectoryRef, sampled_of
 from rlhub.checkpoint.files import FileEntry, write_file
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
-from rlhub.errors import RewardError, WorkflowError
+from rlhub.errors import HolderLostError, RewardError, WorkflowError
 from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import Batch, DataProto
 from rlhub.protocol.columns import object_array
+from rlhub.protocol.exchange import RowSource
+from rlhub.protocol.layout import ColumnInfo
 from rlhub.rewards import RewardOutcome
 from rlhub.rewards.managers import OUTCOMES
-from rlhub.rollout_service.executor.batches import episode_metrics, to_batch
+from rlhub.rollout_service.executor.batches import episode_metrics, prompt_columns, row_columns, score_rows, to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.executor.executor import WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import Phase
+from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.episode_scoring import OutcomeStore
 from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.sync_source import STREAMED
+from rlhub.trainer.ppo.worker_groups import TRAINING_MESH
 from rlhub.utils.atomic import write_bytes
 from rlhub.utils.timing import PhaseTimer
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 ROLLOUTS_FILE = "rollouts.json"
 """In a checkpoint's folder: prompts that have been drawn and have not ended."""
 
@@ -60,7 +72,8 @@ MAY_TRAIN = "may_train"
 class StreamSource:
     """Is the SampleSource of the asynchronous schedules.
 
-    outcomes: what the reward function returned for each finished group.  actor_pools: their metrics are reported too.
+    outcomes: what the reward function returned for each finished group.  holders: keep the tokens of finished groups; None: the
+    executor has them.  actor_pools: their metrics are reported too.
     """
 
     config: PPOConfig
@@ -71,6 +84,8 @@ class StreamSource:
     vocabulary: Vocabulary
     log: PromptLog
     timers: PhaseTimer
+    holders: Holders | None = None
+    ranks: WorkerGroup | None = None
     actor_pools: Sequence[ActorPool] = ()
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
@@ -110,15 +125,12 @@ class StreamSource:
             first = self.executor.first_ordinal
             self.executor.start(dropwhile(lambda item: item.ordinal < first, self.positions.items(prompts)))
         with self.timers.measure("wait_for_episodes"):
-            groups = self._groups(step)
+            groups, samples = self._taken(step)
         self.log.take(step, [group.ordinal for group in groups])
         counters = self.executor.metrics_soon()
-        batch = self._batch(groups, [outcome for group in groups for outcome in self.outcomes.take(group)])
-        batch.batch[MAY_TRAIN] = torch.tensor([valid for group in groups for valid in group.valid])
-        greedy = [Group(item=group.item, trajectories=[group.baseline]) for group in groups if group.baseline is not None]
-        baselines = self._batch(greedy, [self.outcomes.take_baseline(group) for group in groups]) if greedy else None
+        samples.batch.batch[MAY_TRAIN] = torch.tensor([valid for group in groups for valid in group.valid])
         self.metrics = self._measure(counters.result()) | episode_metrics(groups)
-        return Samples(batch=batch, greedy=baselines)
+        return samples
 
     def select(self, samples: Samples) -> Batch:
         """Returns all samples: groups without signal were turned down as they finished."""
@@ -138,9 +150,53 @@ class StreamSource:
             raise WorkflowError(f"step {step} needs {wanted} groups of episodes; only {len(groups)} came, and no prompt is left")
         return groups
 
-    def _batch(self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None]) -> DataProto:
+    def _taken(self, step: int) -> tuple[list[Group], Samples]:
+        """Returns the step's groups, and their samples; groups that are lost on the way are generated again."""
+        while True:
+            groups = self._groups(step)
+            try:
+                return groups, self._samples(groups, step)
+            except HolderLostError as error:
+                logger.warning("step %d takes groups anew: %s", step, error)
+                self.executor.give_back(groups)
+
+    def _samples(self, groups: Sequence[Group], step: int) -> Samples:
+        """Returns the groups' samples; by reference, the training ranks have their tokens.  Raises HolderLostError.
+
+        Groups whose tools reward tokens come to the driver, which adds these rewards to the configured one.
+        """
+        by_reference = self.holders is not None
+        if self.holders is not None and any(sample.added_rewards for group in groups for sample in group.scored):
+            groups, by_reference = self._on_loop(read_groups(self.holders, groups)), False
+        build = self._by_reference if by_reference else self._batch
+        batch = build(groups, [outcome for group in groups for outcome in self.outcomes.take(group)], f"episodes-{step}")
+        greedy = [Group(item=group.item, trajectories=[group.baseline]) for group in groups if group.baseline is not None]
+        if not greedy:
+            return Samples(batch=batch)
+        outcomes = [self.outcomes.take_baseline(group) for group in groups]
+        return Samples(batch=batch, greedy=build(greedy, outcomes, f"greedy-{step}"))
+
+    def _batch(self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None], key: str) -> Batch:
         complete_rewards(groups, outcomes)
-        batch = to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size)
+        return self._with_outcomes(to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size), outcomes)
+
+    def _by_reference(self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None], key: str) -> Batch:
+        """Lets the training ranks get the tokens from the processes that keep them."""
+        holders, ranks = self.holders, self.ranks
+        assert holders is not None and ranks is not None, "built with both"
+        complete_rewards(groups, outcomes)
+        rows = [sample for group in groups for sample in group.trajectories if isinstance(sample, TrajectoryRef)]
+        names = wide_names(rows)
+
+        def sources(chosen: np.ndarray) -> list[tuple[RowSource, np.ndarray]]:
+            return self._on_loop(holders.sources([rows[row] for row in chosen.tolist()], names))
+
+        numbers = row_columns(groups) | score_rows(groups)
+        small = self._with_outcomes(DataProto.from_dict(numbers, prompt_columns(groups)), outcomes)
+        columns = {name: ColumnInfo(WIDE[name], (), ragged=True) for name in names}
+        return ranks.collect(small, columns, sources, TRAINING_MESH, key)
+
+    def _with_outcomes(self, batch: DataProto, outcomes: Sequence[RewardOutcome | None]) -> DataProto:
         batch.non_tensor_batch[OUTCOMES] = object_array(outcomes)
         batch.meta_info["policy_version"] = self.policy_version
         return batch
@@ -153,17 +209,54 @@ class StreamSource:
             **counters,
             "trainer/idle_share": min(counters["rollout/wait_s"] / max(passed, 1e-9), 1.0),
             **self.publisher.metrics,
+            **self._kept(),
             **{name: value for pool in self.actor_pools for name, value in pool.metrics().items()},
+        }
+
+    def _kept(self) -> dict[str, float]:
+        """Returns the rows that the processes keep now, this batch's included, their bytes, and how many were dropped so far."""
+        if self.holders is None:
+            return {}
+        try:
+            sizes = self._on_loop(self.holders.sizes()).values()
+        except HolderLostError:
+            return {}
+        rows, num_bytes = (float(sum(column)) for column in zip(*sizes, strict=True))
+        return {
+            "rollout/kept_rows": rows,
+            "rollout/kept_bytes": num_bytes,
+            "rollout/dropped_rows": float(self.holders.num_dropped),
         }
 
     def save(self, folder: Path) -> list[FileEntry]:
         """Writes the ledger, finished samples with what they were scored, and what has been generated of the others."""
         self.publisher.wait()
-        executor = self.executor.state()
+        executor, entries, rows = self._saved_rows(folder)
         executor["staleness"]["version"] = self.policy_version  # a resumed run begins with its publication
-        rollouts = {"executor": executor, "outcomes": self.outcomes.state(executor["finished"])}
+        rollouts = {"executor": executor, "outcomes": self.outcomes.state(executor["finished"]), "rows": rows}
         self._frontier = frontier_of(executor["ledger"])
-        return [write_file(folder / ROLLOUTS_FILE, json.dumps(rollouts).encode("utf-8"))]
+        return [write_file(folder / ROLLOUTS_FILE, json.dumps(rollouts).encode("utf-8")), *entries]
+
+    def _saved_rows(self, folder: Path) -> tuple[dict[str, Any], list[FileEntry], list[dict[str, Any]]]:
+        """Returns the executor's state, the files of the rows that it names, and what is in which of them.  The processes that
+        keep the rows write them."""
+        if self.holders is None:
+            return self.executor.state(), [], []
+        runner = self.executor.runner
+        runner.ask(self.holders.hold, True).result()
+        try:
+            while True:
+                executor = self.executor.state()
+                rows = [row for row in map(sampled_of, sample_states(executor)) if isinstance(row, TrajectoryRef)]
+                try:
+                    return executor, *self._on_loop(self.holders.save(folder, rows))
+                except HolderLostError as error:
+                    logger.warning("the checkpoint will not hold the rows of a process: %s", error)
+        finally:
+            runner.ask(self.holders.hold, False).result()
+
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.executor.runner.loop).result()
 
     def state(self) -> dict[str, Any]:
         """Returns the position of the first prompt that had not ended when `save` looked."""
@@ -177,12 +270,59 @@ class StreamSource:
         self.policy_version = state["policy_version"]
         if STREAMED in state:
             rollouts = json.loads((folder / state[STREAMED]["file"]).read_text())
+            self._load_rows(folder, rollouts)
             self.outcomes.load_state(rollouts["outcomes"])
             self.executor.load_state(rollouts["executor"])
             self.log.load_state(rollouts["executor"]["ledger"])
         else:
             self.executor.load_state(after_whole_batches(state))
         self.loader.load_state(state["loader"])
+
+    def _load_rows(self, folder: Path, rollouts: Mapping[str, Any]) -> None:
+        """Gives the rows of a checkpoint to the processes that keep them now, and enters their new homes in its state.
+
+        A checkpoint of a run with trainer.batches=driver has the tokens in the state, and such a run takes them back into it.
+        """
+        holders = self.holders or Holders(None)
+        moved = self._on_loop(holders.load(folder, rollouts.get("rows", ())))
+        for state in sample_states(rollouts["executor"]):
+            sample = sampled_of(state)
+            if isinstance(sample, TrajectoryRef):
+                sample.home, sample.key = moved[sample.home, sample.key]
+                if self.holders is None:
+                    (sample,) = self._on_loop(holders.read([sample]))
+            elif self.holders is not None:
+                sample = holders.adopt(sample)
+            state.clear()
+            state.update(asdict(sample))
+
+
+def sample_states(executor: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the state of each ended episode in that of an executor."""
+    for group in executor["finished"]:
+        yield from group["trajectories"]
+        if "baseline" in group:
+            yield group["baseline"]
+    for work in executor["begun"]:
+        yield from (sample["trajectory"] for sample in work["samples"] if sample["trajectory"] is not None)
+
+
+async def read_groups(holders: Holders, groups: Sequence[Group]) -> list[Group]:
+    """Returns the groups with the tokens of their samples.  Raises HolderLostError."""
+    rows = [sample for group in groups for sample in group.scored if isinstance(sample, TrajectoryRef)]
+    found = iter(await holders.read(rows))
+
+    def whole(sample: Sampled) -> Sampled:
+        return next(found) if isinstance(sample, TrajectoryRef) else sample
+
+    return [
+        replace(
+            group,
+            trajectories=[whole(sample) for sample in group.trajectories],
+            baseline=None if group.baseline is None else whole(group.baseline),
+        )
+        for group in groups
+    ]
 
 
 def complete_rewards(groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None]) -> None:

@@ -164,8 +164,9 @@ def build_source(
     config: PPOConfig, data: PPOData, groups: WorkerGroups, reward: RewardManager, run: Run, stack: ExitStack
 ) -> tuple[SampleSource, ValidationSchedule | None]:
     """Returns where samples come from, and what validates the policy; recorded on the way, where the configuration says so."""
+    ranks = groups.actor if config.trainer.batches == "reference" else None
     if config.trainer.replay_from:
-        return ReplaySource(Path(config.trainer.replay_from), data.loader), None
+        return ReplaySource(Path(config.trainer.replay_from), data.loader, ranks), None
     source, validation = build_schedule(config, data, groups, reward, run, stack)
     if config.trainer.record_batches:
         source = RecordingSource(source, run.folder.path / RECORDINGS)

@@ -16,6 +16,8 @@ from rlhub.single_controller import WorkerGroup, wait_all
 
 ACTOR_ROLE, ROLLOUT_ROLE, REFERENCE_ROLE, CRITIC_ROLE = "actor", "rollout", "reference", "critic"
 COLOCATED_ROLE = "actor_rollout_ref"
+TRAINING_MESH = "actor"
+"""The arrangement of the ranks that train the policy."""
 
 
 def actor_role(config: TrainerConfig) -> str:

@@ -21,6 +21,7 @@ from rlhub.protocol import (
     unpad_dataproto,
 )
 from rlhub.protocol import columns as columns_module
+from tests.support.batch_refs import same_batch
 
 ROWS = [[1.0, 2.0], [], [3.0], [4.0, 5.0, 6.0], [7.0]]
 
@@ -83,19 +84,25 @@ def test_union_with_other_rows_is_an_error_that_names_the_column() -> None:
         batch().union(batch([*ROWS[:-1], [8.0]]))
 
 
-RESHAPES: dict[str, Callable[[DataProto, Path], object]] = {
-    "fold_batch_dim": lambda data, _: fold_batch_dim(data, 5),
-    "unfold_batch_dim": lambda data, _: unfold_batch_dim(data),
-    "unfold_column_chunks": lambda data, _: data.unfold_column_chunks(2, ["x"]),
-    "collate_fn": lambda data, _: collate_fn([data[0], data[1]]),
-    "save_to_disk": lambda data, folder: data.save_to_disk(folder / "batch"),
+RESHAPES: dict[str, Callable[[DataProto], object]] = {
+    "fold_batch_dim": lambda data: fold_batch_dim(data, 5),
+    "unfold_batch_dim": unfold_batch_dim,
+    "unfold_column_chunks": lambda data: data.unfold_column_chunks(2, ["x"]),
+    "collate_fn": lambda data: collate_fn([data[0], data[1]]),
 }
 
 
 @pytest.mark.parametrize("reshape", RESHAPES)
-def test_what_needs_rows_of_one_length_says_so(reshape: str, tmp_path: Path) -> None:
+def test_what_needs_rows_of_one_length_says_so(reshape: str) -> None:
     with pytest.raises(ProtocolError, match=rf"{reshape}.*'x'.*to_padded_tensor"):
-        RESHAPES[reshape](batch(), tmp_path)
+        RESHAPES[reshape](batch())
+
+
+@pytest.mark.parametrize("rows", [slice(None), [3, 0], []], ids=["all", "some", "none"])
+def test_a_file_gives_back_rows_of_different_lengths(rows: Any, tmp_path: Path) -> None:
+    data = batch().slice() if rows == slice(None) else batch().select_idxs(rows)
+    data.save_to_disk(tmp_path / "batch")
+    assert same_batch(DataProto.load_from_disk(tmp_path / "batch"), data)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -1,0 +1,230 @@
+"""TrajectoryStore: the tokens of finished episodes in the process that ran them, until they are trained.
+
+The driver gets a TrajectoryRef of each episode, one number a row.  Columns are jagged, one row an episode: prompts, responses and
+policy_version int32, response_mask bool, rollout_log_probs float32; where the workflow or its tools gave rewards also
+token_level_scores and added_rewards float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory, TrajectoryRef, last_written, moved_inside
+from rlhub.checkpoint.files import FileEntry, RawTensor, write_safetensors
+from rlhub.errors import WorkflowError
+from rlhub.protocol import ColumnStore, DataProto
+from rlhub.protocol.columns import dense_rows, jagged
+
+PROMPTS, RESPONSES, MASK, LOG_PROBS, VERSIONS = "prompts", "responses", "response_mask", "rollout_log_probs", "policy_version"
+SCORES, ADDED = "token_level_scores", "added_rewards"
+WIDE: dict[str, torch.dtype] = {
+    PROMPTS: torch.int32,
+    RESPONSES: torch.int32,
+    MASK: torch.bool,
+    LOG_PROBS: torch.float32,
+    VERSIONS: torch.int32,
+    SCORES: torch.float32,
+    ADDED: torch.float32,
+}
+"""The columns; the last two are those that only some episodes have."""
+_CODES = {torch.int32: "I32", torch.bool: "BOOL", torch.float32: "F32", torch.int64: "I64"}
+_LENGTHS = ".lengths"
+
+
+@dataclass(slots=True, frozen=True)
+class RowRequest:
+    """The rows to read, one key each.
+
+    names: of the columns; a row without rewards has zeros in theirs.  oldest: by row, tokens of versions before it are masked.
+    rewards: by row, the reward that its last token gets; None leaves the row's own.
+    """
+
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+    oldest: tuple[int, ...] = ()
+    rewards: tuple[float | None, ...] = ()
+
+    @classmethod
+    def of(cls, rows: Sequence[TrajectoryRef], names: tuple[str, ...]) -> RowRequest:
+        """Returns the request for columns of these rows, which are in one process."""
+        oldest = tuple(row.oldest for row in rows) if any(row.oldest > NOT_SAMPLED for row in rows) else ()
+        rewards = tuple(row.late_reward for row in rows) if any(row.late_reward is not None for row in rows) else ()
+        return cls(tuple(row.key for row in rows), names, oldest, rewards)
+
+
+def wide_names(rows: Iterable[TrajectoryRef]) -> tuple[str, ...]:
+    """Returns the names of the columns of a batch of these rows."""
+    rows = list(rows)
+    scored = (SCORES,) if any(row.rewards is not None for row in rows) else ()
+    added = (ADDED,) if any(row.added_rewards is not None for row in rows) else ()
+    return PROMPTS, RESPONSES, MASK, LOG_PROBS, VERSIONS, *scored, *added
+
+
+class TrajectoryStore:
+    """Keeps the columns of this process's finished episodes.
+
+    home: the process's name in references.  vocab_size: token ids from it on are refused; None: all are taken.  tokenizer:
+    decodes responses without rewards, which are scored by their text; None: nothing scores them so.
+    """
+
+    def __init__(self, home: str, *, vocab_size: int | None = None, tokenizer: Any = None) -> None:
+        self.home, self.vocab_size, self.tokenizer = home, vocab_size, tokenizer
+        self._store = ColumnStore()
+
+    def keep(self, key: str, trajectory: Trajectory) -> TrajectoryRef:
+        """Takes the tokens of an episode that has ended.  Raises ValueError or WorkflowError for one that cannot be trained."""
+        trajectory.check()
+        columns = columns_of(trajectory)
+        self._check(key, columns)
+        self._store.put(key, {name: _row(values) for name, values in columns.items()})
+        kept = TrajectoryRef.of(trajectory, self.home, key)
+        if self.tokenizer is not None and trajectory.rewards is None:
+            (kept.response_text,) = self.tokenizer.batch_decode([list(trajectory.response_ids)], skip_special_tokens=True)
+        return kept
+
+    def _check(self, key: str, columns: Mapping[str, Tensor]) -> None:
+        tokens = columns[RESPONSES]
+        outside = tokens < 0 if self.vocab_size is None else (tokens < 0) | (tokens >= self.vocab_size)
+        if outside.any():
+            raise WorkflowError(
+                f"episode {key} has token id {int(tokens[outside][0])}, outside the vocabulary of {self.vocab_size}"
+            )
+        if not columns[LOG_PROBS].isfinite().all():
+            raise WorkflowError(f"episode {key} has a log-prob that is not finite; check dtype and sampling settings")
+
+    def read(self, request: RowRequest) -> DataProto:
+        """Returns these rows.  Raises ColumnStoreError for one that is not here."""
+        rows = [self._flat(key, request.names) for key in request.keys]
+        for columns, oldest in zip(rows, request.oldest, strict=False):
+            _mask_older(columns, oldest)
+        for columns, reward in zip(rows, request.rewards, strict=False):
+            _set_reward(columns, reward)
+        joined = {name: _join([columns[name] for columns in rows], WIDE[name]) for name in request.names}
+        return DataProto(TensorDict(joined, batch_size=[len(rows)]))
+
+    def _flat(self, key: str, names: Sequence[str]) -> dict[str, Tensor]:
+        """Returns the values of a row."""
+        own = [name for name in names if name not in (SCORES, ADDED)]
+        columns = {name: dense_rows(column)[0] for name, column in self._store.take(key, own).items()}
+        for name in names:
+            if name not in columns:
+                columns[name] = self._optional(key, name, len(columns[RESPONSES]))
+        return columns
+
+    def _optional(self, key: str, name: str, length: int) -> Tensor:
+        if self._store.has(key, name):
+            return dense_rows(self._store.take(key, [name])[name])[0]
+        return torch.zeros(length, dtype=WIDE[name])
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Forgets rows: they are trained, or will not be."""
+        for key in keys:
+            self._store.drop(key)
+
+    def size(self) -> tuple[int, int]:
+        """Returns the number of rows, and their bytes."""
+        return len(self._store), self._store.nbytes()
+
+    def save(self, path: Path, keys: Sequence[str]) -> FileEntry:
+        """Writes these rows to a file of a checkpoint, in the order of the keys."""
+        data = self.read(RowRequest(tuple(keys), tuple(WIDE)))
+        return write_safetensors(path, [raw for name in WIDE for raw in _raw(name, data.batch[name])])
+
+    def load(self, path: Path, keys: Sequence[str]) -> None:
+        """Takes the rows of a file that `save` wrote with these keys."""
+        entries = load_file(str(path))
+        parts = {name: torch.split(entries[name], entries[name + _LENGTHS].tolist()) for name in WIDE}
+        for number, key in enumerate(keys):
+            self._store.put(key, {name: _row(parts[name][number].clone()) for name in WIDE})
+
+
+def columns_of(trajectory: Trajectory) -> dict[str, Tensor]:
+    """Returns the columns of one episode, each (length,)."""
+    values = {
+        PROMPTS: trajectory.prompt_ids,
+        RESPONSES: trajectory.response_ids,
+        MASK: trajectory.response_mask,
+        LOG_PROBS: trajectory.rollout_log_probs,
+        VERSIONS: trajectory.versions,
+        SCORES: trajectory.rewards,
+        ADDED: trajectory.added_rewards,
+    }
+    return {name: torch.tensor(found, dtype=WIDE[name]) for name, found in values.items() if found is not None}
+
+
+def trajectories_of(rows: Sequence[TrajectoryRef], data: DataProto) -> list[Trajectory]:
+    """Returns the episodes of rows that were read, in order."""
+    parts = {name: column.unbind() for name, column in data.tensors().items()}
+
+    def values(name: str, row: int) -> list[float]:
+        return parts[name][row].tolist()
+
+    return [
+        Trajectory(
+            prompt_ids=parts[PROMPTS][number].tolist(),
+            response_ids=parts[RESPONSES][number].tolist(),
+            response_mask=parts[MASK][number].int().tolist(),
+            rollout_log_probs=values(LOG_PROBS, number),
+            versions=parts[VERSIONS][number].tolist(),
+            finish_reason=row.finish_reason,
+            rewards=None if row.rewards is None else values(SCORES, number),
+            added_rewards=None if row.added_rewards is None else values(ADDED, number),
+            metrics=row.metrics,
+        )
+        for number, row in enumerate(rows)
+    ]
+
+
+def _row(values: Tensor) -> Tensor:
+    return jagged(values, torch.tensor([len(values)]))
+
+
+def _join(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    values = torch.cat([torch.empty(0, dtype=dtype), *rows])
+    return jagged(values, torch.tensor([len(row) for row in rows], dtype=torch.int64))
+
+
+def _mask_older(columns: dict[str, Tensor], oldest: int) -> None:
+    if oldest <= NOT_SAMPLED:
+        return
+    columns[MASK] = columns[MASK] & (columns[VERSIONS] >= oldest)
+    for name in (SCORES, ADDED):
+        if name in columns:
+            columns[name] = torch.tensor(moved_inside(columns[name].tolist(), columns[MASK].tolist()), dtype=WIDE[name])
+
+
+def _set_reward(columns: dict[str, Tensor], reward: float | None) -> None:
+    if reward is not None:
+        columns[SCORES] = torch.zeros(len(columns[RESPONSES]))
+        last = last_written(columns[MASK].tolist())
+        if last is not None:
+            columns[SCORES][last] = reward
+
+
+def _raw(name: str, column: Tensor) -> list[RawTensor]:
+    values, lengths = dense_rows(column)
+    return [_raw_tensor(name, values), _raw_tensor(name + _LENGTHS, lengths)]
+
+
+def _raw_tensor(name: str, values: Tensor) -> RawTensor:
+    return RawTensor(
+        name=name,
+        dtype=_CODES[values.dtype],
+        shape=tuple(values.shape),
+        num_bytes=values.nbytes,
+        data=partial(_memory, values.contiguous()),
+    )
+
+
+def _memory(values: Tensor) -> memoryview:
+    array: Any = values.numpy()
+    return memoryview(array).cast("B") if values.numel() else memoryview(b"")

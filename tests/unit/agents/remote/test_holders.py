@@ -1,0 +1,132 @@
+"""Tokens of finished episodes that stay in the processes that ran them: trained once, lost and made again, saved and resumed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhub.agents.remote.trajectory_store import TrajectoryStore
+from rlhub.agents.trajectory import Trajectory
+from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, WorkerGroup, launch
+from tests.support.kept_streams import BATCH, SAMPLES, Stream, streaming, trained_rows
+from tests.support.row_workers import RowWorker
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[WorkerGroup]:
+    with launch({"actor": ClassWithInitArgs(RowWorker)}, LaunchOptions(backend="local")) as run:
+        yield run.groups["actor"]
+
+
+@pytest.mark.parametrize("num_actors", [0, 2], ids=["in the driver", "in actors"])
+def test_ranks_get_what_the_driver_would_have(tmp_path: Path, ranks: WorkerGroup, num_actors: int) -> None:
+    """And after each step only rows of finished groups that are not trained are left."""
+    expected = trained_rows(tmp_path / "driver", STEPS)
+    with streaming(tmp_path, ranks, num_actors=num_actors) as stream:
+        for step, rows in enumerate(expected, 1):
+            assert stream.step(step) == rows
+            assert stream.kept() == (BATCH * SAMPLES,) * 2
+            assert stream.holders is not None and stream.holders.num_dropped == step * BATCH * SAMPLES
+            assert stream.source.metrics["rollout/dropped_rows"] == (step - 1) * BATCH * SAMPLES
+            assert stream.source.metrics["rollout/kept_bytes"] > 0
+    assert ranks.stored_bytes() == [0]
+
+
+def test_what_comes_to_the_driver_does_not_grow_with_an_episode() -> None:
+    """The control is the episode itself."""
+    sizes = []
+    for length in (10, 10_000):
+        made = Trajectory(
+            prompt_ids=[5] * length,
+            response_ids=[7] * length,
+            response_mask=[1] * length,
+            rollout_log_probs=[-0.5] * length,
+            versions=[0] * (length // 2) + [1] * (length // 2),
+            metrics={"turns": 1.0},
+        )
+        sizes.append([len(pickle.dumps(one)) for one in (TrajectoryStore("").keep("17-3/42", made), made)])
+    (few, short), (many, long) = sizes
+    assert many <= few + 8 and many < 512 and long > short + 100_000
+
+
+def test_lost_rows_are_generated_again_once(tmp_path: Path, ranks: WorkerGroup) -> None:
+    expected = trained_rows(tmp_path / "driver", STEPS)
+    with streaming(tmp_path, ranks) as stream:
+        assert stream.step(1) == expected[0]
+        stream.settle()
+        lose(stream)
+        assert stream.step(2) == expected[1]
+        assert stream.source.metrics["rollout/lost_groups"] > 0
+        assert stream.step(3) == expected[2]
+        assert stream.kept() == (BATCH * SAMPLES,) * 2
+        assert stream.source.executor.ledger.counts["trained"] == 3 * BATCH
+    ends = [json.loads(line)["ordinal"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert sorted(ends) == list(range(3 * BATCH))
+
+
+def test_rows_that_are_lost_on_their_way_to_the_ranks_are_generated_again(
+    tmp_path: Path, ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process dies between the choice of the groups and their transfer."""
+    expected = trained_rows(tmp_path / "driver", 2, max_staleness=0)
+    with streaming(tmp_path, ranks, max_staleness=0) as stream:
+        collect, calls = ranks.collect, []
+
+        def dies(*arguments: Any) -> Any:
+            calls.append(arguments)
+            if len(calls) == 1:
+                assert stream.pool is not None
+                stream.pool.members[0].actor.kill()
+            return collect(*arguments)
+
+        monkeypatch.setattr(ranks, "collect", dies)
+        assert [stream.step(step) for step in (1, 2)] == expected
+        assert len(calls) >= 3
+
+
+def lose(stream: Stream) -> None:
+    """Ends one of the processes that keep rows."""
+    assert stream.pool is not None
+    member = stream.pool.members[0]
+    stream.source.executor.runner.ask(stream.pool.lost, member, "the test ends it").result(30)
+
+
+@pytest.mark.parametrize("by_reference", [True, False], ids=["by reference", "into the driver"])
+@pytest.mark.parametrize("num_actors", [0, 2], ids=["in the driver", "in actors"])
+def test_a_run_goes_on_from_rows_that_their_processes_saved(
+    tmp_path: Path, ranks: WorkerGroup, num_actors: int, by_reference: bool
+) -> None:
+    expected = trained_rows(tmp_path / "driver", STEPS)
+    with streaming(tmp_path, ranks, num_actors=num_actors) as stream:
+        assert [stream.step(step) for step in (1, 2)] == expected[:2]
+        stream.settle()
+        entries = stream.source.save(tmp_path)
+        state = json.loads(json.dumps(stream.source.state()))
+        assert stream.kept() == (BATCH * SAMPLES,) * 2
+    files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("rollouts/*"))
+    assert files == [f"rollouts/{number}.safetensors" for number in range(max(num_actors, 1))]
+    assert {Path(entry.path).relative_to(tmp_path).as_posix() for entry in entries} == {"rollouts.json", *files}
+    assert "response_ids" not in (tmp_path / "rollouts.json").read_text()
+    with streaming(tmp_path, ranks if by_reference else None, num_actors=1) as stream:
+        stream.source.load_state(state, tmp_path)
+        assert [stream.step(step) for step in (3, 4)] == expected[2:]
+        assert not by_reference or stream.kept() == (BATCH * SAMPLES,) * 2
+
+
+def test_a_checkpoint_of_the_driver_goes_on_by_reference(tmp_path: Path, ranks: WorkerGroup) -> None:
+    expected = trained_rows(tmp_path / "driver", STEPS)
+    with streaming(tmp_path, None) as stream:
+        assert [stream.step(step) for step in (1, 2)] == expected[:2]
+        stream.settle()
+        stream.source.save(tmp_path)
+        state = json.loads(json.dumps(stream.source.state()))
+    with streaming(tmp_path, ranks) as stream:
+        stream.source.load_state(state, tmp_path)
+        assert [stream.step(step) for step in (3, 4)] == expected[2:]
