@@ -1,11 +1,11 @@
 """The bytes that a training step moves through its driver, and the memory that they take there, by trainer.batches.
 
     python scripts/bench/driver_traffic.py [--rows 256] [--prompt 512] [--response 512] [--ranks 2] [--only reference]
-    python scripts/bench/driver_traffic.py --rows 4096 --prompt 1024 --response 1024      # the driver's memory
+    python scripts/bench/driver_traffic.py --rows 4096 --prompt 1024 --response 1024 --steps 1     # the driver's memory
     python scripts/bench/driver_traffic.py --rows 64 --prompt 64 --response 64 --steps 200 --only reference       # what is kept
 
 Each row of the table is a whole job of GRPO with a KL loss through Ray: a tiny policy, prompts and responses of full length,
-eight samples a prompt, the fake rollout engine.  Counted are, of the second step:
+eight samples a prompt, the fake rollout engine.  Counted are, of the second step, or the only one:
 
   bytes out, in      the step's metrics perf/driver_bytes_*, prompts apart
   pickled out, in    bytes that Ray serialises in the driver's process and deserialises there, arguments of calls included
@@ -171,7 +171,7 @@ def measure(arguments: list[str]) -> dict[str, float]:
         pickled = Pickled()
         with pickled.counting():
             metrics = take_step(self, step, prompts)
-        if step == MEASURED_STEP:
+        if step <= MEASURED_STEP:
             found.update(pickled_out=pickled.out, pickled_in=pickled.into)
         found["kept"] = max(found["kept"], sum(self.actor.stored_bytes()))
         ranks = {worker.pid: memory.now(worker.pid) for worker in self.actor.workers}
@@ -188,7 +188,9 @@ def measure(arguments: list[str]) -> dict[str, float]:
         trainer.fit()
         found["growth"] = memory.end()
     lines = (Path(config.trainer.default_local_dir) / "metrics.jsonl").read_text().splitlines()
-    metrics = next(row for row in map(json.loads, lines) if row.get("step") == MEASURED_STEP)
+    metrics = next(
+        row for row in map(json.loads, lines) if row.get("step") == min(MEASURED_STEP, config.trainer.total_training_steps)
+    )
     return {**found, **{name: value for name, value in metrics.items() if name.startswith("perf/driver_")}}
 
 
