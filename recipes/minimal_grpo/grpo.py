@@ -10,10 +10,9 @@ import sys
 import torch
 
 from rlhub.algorithms.advantages.grpo import GRPOKnobs, grpo
-from rlhub.algorithms.inputs import AdvantageInputs
+from rlhub.algorithms.inputs import AdvantageInputs, on_last_token
 from rlhub.config.cli import run
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.rewards.managers import on_last_token
 from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.metrics import mean_metrics
 from rlhub.trainer.ppo.scoring import prepare_reward

@@ -1,6 +1,8 @@
 """The mathematics of policy optimisation as pure functions of tensors: one file an algorithm, its knobs and its paper.
 
 registry         the names of all algorithms, with what each requires; loads no torch
+estimation       the work on a batch's token columns between the forward passes and the updates
+gather           numbers of all rows for the work on some of them
 inputs           the inputs and outputs of estimators and losses
 advantages/      advantage estimators
 policy_losses/   policy losses

@@ -6,11 +6,13 @@ An optional column is present when the part's registry row names it in `requires
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.gather import HERE, Gather
 from rlhub.algorithms.masked import masked
 from rlhub.algorithms.statistics import row_sums
 from rlhub.errors import ProtocolError
@@ -18,7 +20,7 @@ from rlhub.errors import ProtocolError
 
 @dataclass(slots=True, kw_only=True)
 class AdvantageInputs:
-    """The whole training batch (statistics are over the global batch).
+    """The whole training batch; the rows of one process, with the gather of all, where the estimator requires "gather".
 
     token_level_rewards: (batch, response) float, after any KL penalty; 0 outside the mask.  NaN there becomes 0, and another
         number is a ProtocolError.
@@ -30,6 +32,8 @@ class AdvantageInputs:
         requires "sum_pi_squared".
     baseline_rewards: (batch,) float, the reward of the prompt's greedy response; requires "baseline_rewards".
     reward_components: by name (batch,) float64, the scorer's own numbers of each sample; requires "reward_components".
+    gather: brings numbers of the rows of all processes together, for statistics of the batch and of groups, whose samples may be
+        in several processes.  Where all rows are here it changes nothing.
     """
 
     token_level_rewards: Tensor
@@ -40,6 +44,7 @@ class AdvantageInputs:
     sum_pi_squared: Tensor | None = None
     baseline_rewards: Tensor | None = None
     reward_components: Mapping[str, Tensor] | None = None
+    gather: Gather = HERE
 
     def __post_init__(self) -> None:
         self.response_mask = self.response_mask.bool()
@@ -54,14 +59,31 @@ class AdvantageInputs:
         return row_sums(self.token_level_rewards, self.response_mask)
 
     def samples(self) -> SampleInputs:
-        """Returns what estimators of one number a sample read."""
+        """Returns what estimators of one number a sample read, of the whole batch."""
         assert self.group is not None, "the estimator requires groups"
-        return SampleInputs(rewards=self.outcome_rewards(), group=self.group, num_tokens=self.response_mask.sum(1))
+        numbers = {"rewards": self.outcome_rewards(), "group": self.group, "num_tokens": self.response_mask.sum(1)}
+        return SampleInputs(**self.gather.each(numbers))
 
     def broadcast(self, outputs: SampleOutputs) -> AdvantageOutputs:
-        """Returns each sample's advantage on all of its model tokens, as advantages and as returns."""
-        advantages = self.on_tokens(outputs.advantages)
+        """Returns each sample's advantage on all of its model tokens, as advantages and as returns, of the rows that are here."""
+        advantages = self.on_tokens(self.gather.own(outputs.advantages))
         return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=outputs.metrics)
+
+    def whole(self) -> AdvantageInputs:
+        """Returns the rows of all processes in sampled order.  Each column crosses between them, padded to the widest process."""
+        columns: dict[str, Any] = {column.name: getattr(self, column.name) for column in fields(self)} | {"gather": HERE}
+        for name, column in columns.items():
+            if isinstance(column, Tensor):
+                columns[name] = self.gather(column)
+        if self.reward_components is not None:
+            columns["reward_components"] = self.gather.each(self.reward_components)
+        return AdvantageInputs(**columns)
+
+    def own(self, outputs: AdvantageOutputs) -> AdvantageOutputs:
+        """Returns the part of these rows of what an estimator made of `whole()`."""
+        tokens = self.response_mask.shape[1]
+        advantages, returns = (self.gather.own(column)[:, :tokens] for column in (outputs.advantages, outputs.returns))
+        return AdvantageOutputs(advantages=advantages, returns=returns, metrics=outputs.metrics)
 
     def on_tokens(self, per_sample: Tensor) -> Tensor:
         """Returns A_{i,t} = a_i m_{i,t}, (batch, response) in the rewards' dtype, for a (batch,); 0 outside the mask whatever a_i
@@ -69,25 +91,48 @@ class AdvantageInputs:
         return masked(per_sample.to(self.token_level_rewards.dtype)[:, None], self.response_mask)
 
 
-def refuse_lost_rewards(rewards: Tensor, mask: Tensor) -> None:
-    """Raises ProtocolError for a reward outside the mask, where it would train nothing and no estimator would say so.
+def refuse_lost_rewards(rewards: Tensor, mask: Tensor, gather: Gather = HERE) -> None:
+    """Raises ProtocolError, in every process, for a reward outside the mask, where it would train nothing and no estimator would
+    say so.
 
-    rewards: (batch, response); mask: (batch, response) bool.  A row without any token in the mask, as a sample without a valid
-    score, has no place for its reward and is passed over; so is NaN outside the mask, which is nobody's reward.
+    rewards: (rows, response); mask: (rows, response), or narrower where no token follows.  A row without any token in the mask,
+    as a sample without a valid score, has no place for its reward and is passed over; so is NaN outside the mask, which is
+    nobody's reward.
     """
-    lost = ((rewards != 0) & ~rewards.isnan() & ~mask & mask.any(1, keepdim=True)).nonzero()
-    if len(lost):
-        row, token = lost[0].tolist()
+    mask = torch.nn.functional.pad(mask.bool(), (0, rewards.shape[1] - mask.shape[1]))
+    lost = (rewards != 0) & ~rewards.isnan() & ~mask & mask.any(1, keepdim=True)
+    first = lost & (lost.cumsum(1) == 1)
+    tokens = torch.arange(rewards.shape[1], device=rewards.device)
+    numbers = {"count": lost.sum(1), "token": masked(tokens, first).sum(1), "reward": masked(rewards.double(), first).sum(1)}
+    found = gather.each(numbers)
+    if found["count"].any():
+        row = int(found["count"].nonzero()[0])
+        reward, total = float(found["reward"][row]), int(found["count"].sum())
         raise ProtocolError(
-            f"row {row}, token {token}: a reward of {float(rewards[row, token]):g} stands where response_mask is 0, so it would "
-            f"train nothing ({len(lost)} such tokens). Put rewards on tokens that the model wrote: the reward of a whole "
-            "response on the last of them, as Trajectory.set_reward and rewards.managers.on_last_token do"
+            f"row {row}, token {int(found['token'][row])}: a reward of {reward:g} stands where response_mask is 0, so it would "
+            f"train nothing ({total} such tokens). Put rewards on tokens that the model wrote: the reward of a whole response on "
+            "the last of them, as Trajectory.set_reward and inputs.on_last_token do"
         )
+
+
+COMPONENT = "reward/"
+"""Prefix of the columns that hold the scorer's own numbers."""
+
+
+def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
+    """Returns (rows, response) float32: scores (rows,) on the last token of the mask, 0 elsewhere.
+
+    response_mask: (rows, response), 1 on tokens that the model wrote: those of a tool or an environment after them train nothing.
+    """
+    written = response_mask.bool()
+    last = written & (written.flip(1).cumsum(1).flip(1) == 1)
+    return masked(scores.float()[:, None], last)
 
 
 @dataclass(slots=True, kw_only=True)
 class SampleInputs:
-    """One number a row of the whole training batch: all that an estimator's companion `per_sample(inputs, knobs)` reads.
+    """One number a row of the whole training batch, in sampled order: all that an estimator's companion `per_sample(inputs,
+    knobs)` reads.
 
     rewards: (batch,) float64, the outcome R_i = sum_t r_{i,t}.  group: (batch,) int64, equal for samples of one prompt.
     num_tokens: (batch,) int64, the model's tokens; 0 for a sample without a valid score, which is a group of its own.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
+from rlhub.config.sections.algorithm import KLControlConfig
 
 K3_BOUND = 10.0  # one token with a huge ratio must not drown the batch
 CONTROL_ERROR_BOUND = 0.2  # Ziegler et al. 2019: the clip of the proportional error
@@ -107,6 +108,13 @@ class AdaptiveKLController(KLController):
     def update(self, current_kl: float, num_samples: int) -> None:
         error = max(-CONTROL_ERROR_BOUND, min(CONTROL_ERROR_BOUND, current_kl / self.target - 1))
         self.value *= 1 + error * num_samples / self.horizon
+
+
+def build_kl_controller(config: KLControlConfig) -> KLController:
+    """Returns the controller of the KL-in-reward coefficient."""
+    if config.type == "adaptive":
+        return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
+    return FixedKLController(config.kl_coef)
 
 
 def penalized_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, beta: float) -> Tensor:

@@ -2,7 +2,8 @@
 
 mu is the behaviour policy (the rollout engine's log-probs of the tokens it sampled), pi the trainer's policy with the same
 weights.  First come sums of each row's tokens, which add up over the rows of a batch (statistics.py) as over micro-batches
-and ranks; then the metrics from the sums.  Extremes do not add up: they are combined by a maximum of their own.
+and ranks; then the metrics from the sums.  Extremes do not add up: they are combined by a maximum of their own.  It is measured
+over the whole batch where pi has a forward pass of its own (`measure_mismatch`), else in the update.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.gather import HERE, Gather
 from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
 from rlhub.algorithms.statistics import pairwise_sum, row_sums
 
@@ -20,9 +22,33 @@ OLDEST_BUCKET = 8
 """Tokens so many versions old, or more, are counted together."""
 
 
-def added(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def measure_mismatch(columns: Mapping[str, Tensor], gather: Gather, version: int | None = None) -> dict[str, float]:
+    """Returns mismatch/* of the whole batch, with mismatch/kl/staleness_<s> where it has a column policy_version.
+
+    columns: old_log_probs, rollout_log_probs, response_mask (rows, response).  version: of the policy about to be updated.
+    """
+    measured = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
+    rows = mismatch_rows(*measured) | {"extremes": extreme_rows(*measured)}
+    if "policy_version" in columns:
+        assert version is not None, "a batch with versions says which is the newest"
+        rows |= staleness_rows(*measured, staleness_of(columns["policy_version"], version))
+    found = gather.each(rows)
+    metrics = extreme_metrics(found.pop("extremes").amax(0))
+    sums = {name: float(total) for name, total in added(found).items()}
+    return mismatch_metrics(sums) | metrics | (staleness_metrics(sums) if "policy_version" in columns else {})
+
+
+def staleness_of(policy_version: Tensor, version: int) -> Tensor:
+    """Returns by how many versions each token is behind policy `version`, which is about to be updated; never below 0.
+
+    policy_version: (rows, response) or (rows,), of the policy that sampled.
+    """
+    return (version - policy_version).clamp(min=0)
+
+
+def added(rows: Mapping[str, Tensor], gather: Gather = HERE) -> dict[str, Tensor]:
     """Returns the sums over the batch of (rows,) columns, added in the order of the rows."""
-    return {name: pairwise_sum(column) for name, column in rows.items()}
+    return {name: pairwise_sum(column) for name, column in gather.each(rows).items()}
 
 
 def mismatch_rows(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
@@ -97,13 +123,18 @@ def staleness_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     return {f"mismatch/kl/staleness_{age}": sums[f"mismatch_kl_{age}"] / count for age, count in counts.items() if count}
 
 
-def weight_extremes(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Returns [-min, max] of w = pi / mu over model tokens, (2,) float64; -inf without any.  Over parts, and over ranks, the
-    maximum of such pairs is that of the whole."""
+def extreme_rows(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Returns [-min, max] of w = pi / mu over each row's model tokens, (rows, 2) float64; -inf without any."""
     pi, mu = masked(log_probs.detach().double(), mask), masked(rollout_log_probs.double(), mask)
     weight = (pi - mu).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     nothing = torch.full_like(weight, -math.inf)
-    return torch.stack([torch.where(mask.bool(), signed, nothing).amax() for signed in (-weight, weight)])
+    return torch.stack([torch.where(mask.bool(), signed, nothing).amax(1) for signed in (-weight, weight)], 1)
+
+
+def weight_extremes(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Returns [-min, max] of w over all rows, (2,) float64.  Over parts, and over ranks, the maximum of such pairs is that of the
+    whole."""
+    return extreme_rows(log_probs, rollout_log_probs, mask).amax(0)
 
 
 def extreme_metrics(extremes: Tensor) -> dict[str, float]:

@@ -2,9 +2,10 @@
 
 `requires` of an advantage estimator: "values" (a critic must predict them), "groups" (several samples per prompt),
 "old_log_probs" and "sum_pi_squared" (a forward pass of its own before the update), "baseline_rewards" (a greedy response per
-prompt), "reward_components" (the scorer's own numbers by name), "components_only" (and nothing of the token-level rewards).  Its
-companion "per_sample" is the estimator on one number a row (inputs.SampleInputs), for those whose advantage is the same on all
-tokens of a sample.
+prompt), "reward_components" (the scorer's own numbers by name), "components_only" (and nothing of the token-level rewards),
+"gather" (it is given some rows of the batch and takes statistics of the batch and of groups through `inputs.gather`; without the
+word it is given the whole batch, whose columns then cross between the ranks).  Its companion "per_sample" is the estimator on one
+number a row (inputs.SampleInputs), for those whose advantage is the same on all tokens of a sample; only these numbers cross.
 
 Of a policy loss: "old_log_probs" (as above), "rollout_log_probs" (of the policy that sampled) and "weights" (the loss has no
 ratio pi / pi_old of its own, so that only importance weights can correct samples of another policy).  Its companion "select"
@@ -23,17 +24,17 @@ _HERE = "rlhub.algorithms"
 ADVANTAGE_ESTIMATORS: Registry[Any] = Registry("advantage estimator")
 _ONE_NUMBER_A_SAMPLE = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "cpgd")
 for _name, _requires, _class in (
-    ("gae", {"values"}, "GAEKnobs"),
+    ("gae", {"values", "gather"}, "GAEKnobs"),
     ("grpo", {"groups"}, "GRPOKnobs"),
     ("grpo_passk", {"groups"}, "GRPOPassKKnobs"),
-    ("reinforce_plus_plus", set[str](), "ReinforcePlusPlusKnobs"),
-    ("reinforce_plus_plus_baseline", {"groups"}, None),
-    ("remax", {"baseline_rewards"}, "ReMaxKnobs"),
+    ("reinforce_plus_plus", {"gather"}, "ReinforcePlusPlusKnobs"),
+    ("reinforce_plus_plus_baseline", {"groups", "gather"}, None),
+    ("remax", {"baseline_rewards", "gather"}, "ReMaxKnobs"),
     ("rloo", {"groups"}, None),
     ("opo", {"groups"}, None),
     ("gpg", {"groups"}, None),
     ("optimal_token_baseline", {"groups", "old_log_probs", "sum_pi_squared"}, "OptimalTokenBaselineKnobs"),
-    ("gdpo", {"groups", "reward_components", "components_only"}, "GDPOKnobs"),
+    ("gdpo", {"groups", "reward_components", "components_only", "gather"}, "GDPOKnobs"),
     ("cpgd", {"groups"}, "CPGDKnobs"),
 ):
     _module = f"{_HERE}.advantages.{_name}"

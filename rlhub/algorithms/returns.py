@@ -9,21 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.gather import HERE, Gather
 from rlhub.algorithms.inputs import PolicyLossOutputs
 from rlhub.algorithms.masked import masked, masked_sum
 from rlhub.algorithms.statistics import batch_moments, row_moments, whitened
 
 
-def whiten_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
+def whiten_rewards(rewards: Tensor, response_mask: Tensor, gather: Gather = HERE) -> Tensor:
     """Returns (r - mean) * rsqrt(var + 1e-8) + mean over the mask, 0 outside it: the spread becomes 1 and the mean stays.
 
-    rewards, response_mask: (batch, response).  The variance is unbiased, over the global batch.  A token without reward gets
+    rewards, response_mask: (rows, response).  The variance is unbiased, over the whole batch.  A token without reward gets
     mean (1 - 1 / std), the same on every token, so the sum over a response then depends on its length.
 
     It is the reward whitening of PPO from human preferences (Ziegler et al. 2019, arXiv 1909.08593, its published code; described
     in Huang et al. 2024, arXiv 2403.17031, "reward whitening").
     """
-    wide, moments = rewards.double(), batch_moments(row_moments(rewards, response_mask))
+    wide, moments = rewards.double(), batch_moments(gather(row_moments(rewards, response_mask)))
     return masked(whitened(wide, response_mask, moments) + moments.mean, response_mask).to(rewards.dtype)
 
 

@@ -1,10 +1,9 @@
 """Statistics of sample groups (the samples of one prompt), vectorised over all groups, and of the whole training batch.
 
 A mean, a spread or an extreme of the batch is made in two parts.  A pure function of a row gives a few float64 numbers
-(`row_moments`, `row_sums`), and these are added in the order of the rows (`pairwise_sum`, `batch_moments`).  So every rank may
-compute the numbers of its own rows: the statistic is the same in every bit however the rows were cut and in whatever order the
-parts arrive, as soon as the rows stand in their global order.  Sums that each rank adds up itself are not: floating-point
-addition is not associative.
+(`row_moments`, `row_sums`), and these are added in the order of the rows (`pairwise_sum`, `batch_moments`).  So every rank
+computes the numbers of its own rows, and a `Gather` puts those of all ranks in sampled order: the statistic is the same in every
+bit however the rows were cut.  Sums that each rank adds up itself are not: floating-point addition is not associative.
 
 For the same reason the order of additions is fixed here and not left to a kernel, whose order depends on the number of rows,
 threads and columns: neighbours are added, then neighbouring pairs, and so on.  Padding to the right changes no bit of that.
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.gather import HERE, Gather
 from rlhub.algorithms.masked import masked
 
 STD_EPS = 1e-6  # keeps the division finite; the published implementation of GRPO uses the same
@@ -123,9 +123,9 @@ def row_sums(values: Tensor, mask: Tensor) -> Tensor:
     return pairwise_sum(masked(values.detach(), mask))
 
 
-def masked_total(values: Tensor, mask: Tensor) -> Tensor:
+def masked_total(values: Tensor, mask: Tensor, gather: Gather = HERE) -> Tensor:
     """Returns the sum over the mask as `row_sums` added in the order of the rows; scalar float64."""
-    return pairwise_sum(row_sums(values, mask))
+    return pairwise_sum(gather(row_sums(values, mask)))
 
 
 def row_moments(values: Tensor, mask: Tensor) -> Tensor:
@@ -173,12 +173,12 @@ def batch_moments(rows: Tensor) -> Moments:
     return Moments(count=count, total=total, mean=mean, squares=within + between, lowest=lowest, highest=highest)
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, gather: Gather = HERE) -> Tensor:
     """Returns (x - mean) * rsqrt(var + 1e-8) over the mask, 0 outside it; the variance is unbiased, 0 for fewer than two values.
 
-    values, mask: (rows, tokens), the whole batch.  No gradient flows.
+    values, mask: (rows, tokens), the rows of this process; mean and variance are those of the whole batch.  No gradient flows.
     """
-    return whitened(values, mask, batch_moments(row_moments(values, mask)))
+    return whitened(values, mask, batch_moments(gather(row_moments(values, mask))))
 
 
 def whitened(values: Tensor, mask: Tensor, moments: Moments) -> Tensor:

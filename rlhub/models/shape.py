@@ -82,6 +82,12 @@ def read_model_values(path: str | Path, override_config: Mapping[str, Any] | Non
     return {**values, **values.get("text_config", {}), **(override_config or {})}
 
 
+def local_shape(path: str | None, overrides: Mapping[str, Any]) -> ModelShape | None:
+    """Returns the sizes of a model in a local folder, None for one that is elsewhere."""
+    folder = Path(path or "").expanduser()
+    return read_model_shape(folder, overrides) if path and folder.is_dir() else None
+
+
 def read_model_shape(path: str | Path, override_config: Mapping[str, Any] | None = None) -> ModelShape:
     """Reads the shape of the model in a local folder.  Raises ConfigError if config.json is missing, is not JSON, or lacks a
     size."""

@@ -13,15 +13,16 @@ rollout engine behind it belongs to the judge worker.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from re import Pattern
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.inputs import on_last_token
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import Batch, DataProto
@@ -36,14 +37,16 @@ from rlhub.rewards.base import (
     start_scoring,
 )
 from rlhub.rewards.judge_prompt import JudgePrompt, read_pattern, read_prompt, read_score
-from rlhub.rewards.managers import as_rewards, numeric_means, on_last_token
+from rlhub.rewards.managers import as_rewards, numeric_means
 from rlhub.rewards.pool import LARGEST_SCORE, RewardFailure, RewardOutcome
 from rlhub.rewards.rendering import ChatTokenizer, question_of, render
-from rlhub.rewards.rows import Decoder, response_texts, rows_here
+from rlhub.rewards.rows import Decoder, PackedOutcomes, pack_outcomes, response_texts, rows_here, unpack_outcomes
 
 FUNCTION, MODEL, JUDGE = "function", "model", "judge"
 CORRECT_ABOVE = 0.5  # a function's score above this is correct, where the function returns no "acc" of its own
 SAMPLES = 1 << 12  # responses to one prompt whose judgements have noise of their own
+NUMBER = "judgement"
+"""Column (rows,) int64: the number of each row for the noise of its judgements, see `running_numbers`."""
 SHOWN = 200  # characters of an unreadable judgement in a message
 
 
@@ -194,8 +197,28 @@ def outcomes_of(scores: Tensor) -> list[RewardOutcome]:
     ]
 
 
-Generate = Callable[[Sequence[Sequence[int]], Sequence[int]], Awaitable[list[list[list[int]]]]]
+Generate = Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[list[int]]]]
 """Called with (prompts, a number of each for its sampling noise), returns the token ids of JudgeConfig.n completions a prompt."""
+
+
+class Judgements(NamedTuple):
+    """The judgements of rows, as they travel between processes.  num_read: of num_written, those with a score."""
+
+    outcomes: PackedOutcomes
+    num_written: int
+    num_read: int
+
+
+def judged(parts: Sequence[Judgements]) -> PartScores:
+    """Returns the judge's part of the reward out of the judgements of consecutive rows."""
+    written, read = sum(part.num_written for part in parts), sum(part.num_read for part in parts)
+    return PartScores(
+        outcomes=[outcome for part in parts for outcome in unpack_outcomes(part.outcomes)],
+        metrics={
+            "reward/judge_num_unreadable": float(written - read),
+            "reward/judge_unreadable_share": (written - read) / max(written, 1),
+        },
+    )
 
 
 class JudgeTokenizer(ChatTokenizer, Decoder, Protocol):
@@ -222,12 +245,15 @@ class Judge:
         self._prompt = read_prompt(self.config.prompt_template)
         self._pattern = read_pattern(self.config.score_pattern)
 
-    async def __call__(self, batch: DataProto) -> PartScores:
-        """Judges all rows in one call of `generate`."""
+    def __call__(self, batch: DataProto) -> Judgements:
+        """Judges all rows in one call of `generate`.
+
+        batch: needs responses, response_length, the data's raw_chat and ground_truth, and NUMBER.
+        """
         prompts = self.prompts(batch)
         fitting = [row for row, ids in enumerate(prompts) if len(ids) <= self.config.max_prompt_length]
-        numbers = running_numbers(batch.batch["ordinal"].tolist())
-        answers = await self.generate([prompts[row] for row in fitting], [numbers[row] for row in fitting]) if fitting else []
+        numbers = batch.batch[NUMBER].tolist()
+        answers = self.generate([prompts[row] for row in fitting], [numbers[row] for row in fitting]) if fitting else []
         texts = {
             row: self.tokenizer.batch_decode(ids, skip_special_tokens=True) for row, ids in zip(fitting, answers, strict=True)
         }
@@ -236,14 +262,7 @@ class Judge:
             self._outcome(read[row], texts[row]) if row in read else self._too_long(len(ids)) for row, ids in enumerate(prompts)
         ]
         scores = [score for row in fitting for score in read[row]]
-        unreadable = sum(score is None for score in scores)
-        return PartScores(
-            outcomes=outcomes,
-            metrics={
-                "reward/judge_num_unreadable": float(unreadable),
-                "reward/judge_unreadable_share": unreadable / max(len(scores), 1),
-            },
-        )
+        return Judgements(pack_outcomes(outcomes), len(scores), sum(score is not None for score in scores))
 
     def prompts(self, batch: DataProto) -> list[list[int]]:
         """Returns the judge's prompt for each row, in its tokens."""

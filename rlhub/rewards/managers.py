@@ -1,7 +1,7 @@
 """The reward managers naive and dapo, and the function that builds the configured one.
 
-naive puts the score of a response on the last token that the model wrote.  dapo subtracts DAPO's soft penalty for overlong
-responses from the score first (Yu et al. 2025, arXiv 2503.14476, section 3.4).
+naive gives a response its score.  dapo subtracts DAPO's soft penalty for overlong responses from it (Yu et al. 2025, arXiv
+2503.14476, section 3.4).
 """
 
 from __future__ import annotations
@@ -148,18 +148,6 @@ class NaiveManager:
 
     def close(self) -> None:
         self.parts.pool.close()
-
-
-def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """Returns (B, T) float32: scores (B,) on the last token of the mask, 0 on others and in rows without such a token.
-
-    response_mask: (B, T), 1 on tokens that the model wrote: tokens of a tool or an environment after them train nothing.
-    """
-    placed = torch.zeros(response_mask.shape, dtype=torch.float32)
-    positions = torch.arange(1, response_mask.shape[1] + 1) * response_mask.bool()
-    end, rows = positions.amax(1), response_mask.bool().any(1).nonzero().squeeze(1)
-    placed[rows, end[rows] - 1] = scores[rows].float()
-    return placed
 
 
 def as_rewards(values: np.ndarray) -> Tensor:

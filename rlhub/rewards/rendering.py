@@ -79,15 +79,14 @@ class Rendering:
             render(self.tokenizer, [*messages_of(prompt), {"role": "assistant", "content": text}], generation=False)
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        return padded([row[-self.max_length :] if self.max_length else row for row in rows], left=False)
+        return padded([row[-self.max_length :] if self.max_length else row for row in rows])
 
 
-def padded(rows: Sequence[Sequence[int]], *, left: bool) -> DataProto:
-    """Returns input_ids (named prompts if padded on the left) and attention_mask, both (rows, longest) int64; padding is 0."""
-    width = max(map(len, rows), default=0)
+def padded(rows: Sequence[Sequence[int]]) -> DataProto:
+    """Returns input_ids and attention_mask, both (rows, longest) int64, padded on the right with 0."""
+    width = max(map(len, rows), default=1)
     ids, mask = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.int64)
     for row, tokens in enumerate(rows):
-        place = slice(width - len(tokens), width) if left else slice(0, len(tokens))
-        ids[row, place] = torch.tensor(list(tokens), dtype=torch.int64)
-        mask[row, place] = 1
-    return DataProto.from_dict({"prompts" if left else "input_ids": ids, "attention_mask": mask})
+        ids[row, : len(tokens)] = torch.tensor(list(tokens), dtype=torch.int64)
+        mask[row, : len(tokens)] = 1
+    return DataProto.from_dict({"input_ids": ids, "attention_mask": mask})

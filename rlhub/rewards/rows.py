@@ -32,7 +32,8 @@ def response_texts(batch: DataProto, tokenizer: Decoder, rows: Sequence[int] | N
     """Returns the responses without padding and special tokens, those of an environment's tokens included.  rows: None: all."""
     responses, lengths = batch.batch["responses"], batch.batch["response_length"].tolist()
     chosen = range(len(lengths)) if rows is None else rows
-    return tokenizer.batch_decode([responses[row, : lengths[row]].tolist() for row in chosen], skip_special_tokens=True)
+    ids = [responses[row, : lengths[row]].tolist() for row in chosen]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []  # a tokenizer makes one text of no rows
 
 
 def score_rows(

@@ -90,8 +90,8 @@ class GroupMethod:
             result = outputs[0] if rank_zero else mode.collect_fn(group, [outputs[rank] for rank in collected])
             if isinstance(result, BatchRef):
                 result.group = group
-                if given is not None and group._lacks(given, mode) and isinstance(given.group, WorkerGroup):
-                    return given.group.receive(result, given)
+                if given is not None and group._lacks(given, mode):
+                    return group._give_back(result, given)
             return result
 
         future = CallFuture(pending, finish, watch)
@@ -342,6 +342,11 @@ class WorkerGroup(ABC):
             self._source_of(ref)._lent.setdefault(ref.key, set()).add(self)
         columns = {name: here.columns[name] for name in ref.columns}
         return BatchRef(here.keys, ref.small, columns, here.layout, self, here.copies)
+
+    def _give_back(self, result: BatchRef, given: BatchRef) -> BatchRef:
+        """Adds the columns that a call has left with the copy of a batch to the batch itself."""
+        self._copied[given.key][1].columns.update(result.columns)
+        return self._source_of(given).receive(result, given)
 
     def _lacks(self, ref: BatchRef, mode: DispatchMode) -> bool:
         """Returns whether the rows are with other processes, or with other ranks of this group than the mode's mesh wants."""

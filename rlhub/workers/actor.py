@@ -9,8 +9,10 @@ import dataclasses
 import time
 from pathlib import Path
 
+from rlhub.algorithms.estimation import ColumnOutputs, compute_advantages, rollout_correction, select_tokens
+from rlhub.algorithms.gather import Gather
+from rlhub.config.sections.algorithm import AlgorithmConfig
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
-from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.collectives import check_finite, ensure_process_group
 from rlhub.engines.training.registry import build_policy_engine, build_reference_engine
@@ -31,7 +33,8 @@ ACTOR = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 class ActorPart(EngineWorker):
     """Has the methods of every worker with the actor, whatever else shares its process.  All methods run on every rank.
 
-    train: False builds no optimizer.  needs_reference: keep the starting policy here too.
+    train: False builds no optimizer.  needs_reference: keep the starting policy here too.  algorithm: read by what works on the
+    token columns of a batch; None takes its defaults.
     """
 
     def __init__(
@@ -41,9 +44,9 @@ class ActorPart(EngineWorker):
         *,
         train: bool = True,
         needs_reference: bool = False,
-        correction: RolloutCorrectionConfig | None = None,
+        algorithm: AlgorithmConfig | None = None,
     ) -> None:
-        self.config, self.runtime, self.correction = config, runtime, correction
+        self.config, self.runtime, self.algorithm = config, runtime, algorithm or AlgorithmConfig()
         self.train, self.needs_reference = train, needs_reference
         self.device = runtime.torch_device(self.local_rank)
         self.hf_model = config.model
@@ -62,7 +65,7 @@ class ActorPart(EngineWorker):
                 self.engine,
                 self.config.actor,
                 scale=self.config.actor.loss_scale_factor or self.runtime.max_response_length,
-                correction=self.correction,
+                correction=self.algorithm.rollout_correction,
             )
         self.engine.offload()  # what generates in this process is built next, and takes a share of the memory
 
@@ -98,13 +101,54 @@ class ActorPart(EngineWorker):
             self.reference.offload()
         return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
 
+    @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
+    def compute_advantages(self, batch: DataProto) -> DataProto:
+        """Returns advantages, returns and learn_mask (rows, response), with statistics of the whole batch (collective).
+
+        meta_info: kl_coef, where the reward carries the KL; policy_version, with a column of that name.
+        """
+        outputs = compute_advantages(
+            dict(batch.batch.items()),
+            self._gather(batch),
+            self.algorithm,
+            kl_coef=batch.meta_info.get("kl_coef", 0.0),
+            version=batch.meta_info.get("policy_version"),
+            mask_truncated=self.config.actor.mask_truncated,
+        )
+        return self._new_columns(outputs)
+
+    @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
+    def rollout_correction(self, batch: DataProto) -> DataProto:
+        """Returns loss_mask and, where tokens are weighted, importance_weights (rows, response) (collective)."""
+        columns, config = dict(batch.batch.items()), self.algorithm.rollout_correction
+        return self._new_columns(rollout_correction(columns, self._gather(batch), config))
+
+    @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
+    def select_tokens(self, batch: DataProto) -> DataProto:
+        """Returns selected (rows, response), the tokens that the policy loss chose in training step meta_info["step"]
+        (collective)."""
+        columns, step = dict(batch.batch.items()), batch.meta_info["step"]
+        return self._new_columns(
+            select_tokens(columns, self._gather(batch), self.config.actor, seed=self.runtime.seed, step=step)
+        )
+
+    def _gather(self, batch: DataProto) -> Gather:
+        """Returns the gather over the data-parallel ranks, which all have rows of the same batch (collective)."""
+        return Gather.of(batch.batch["sample_index"], self.engine.gather if self.engine.dp_size > 1 else None)
+
+    def _new_columns(self, outputs: ColumnOutputs) -> DataProto:
+        """Returns new columns of the rank's rows; the metrics, which all ranks have, are the first one's."""
+        metrics = outputs.metrics if self.engine.dp_rank == 0 else {}
+        return DataProto.from_dict(tensors=outputs.columns, meta_info={"metrics": metrics})
+
     @register(dispatch_mode=ACTOR, deadline="update")
     def update_actor(self, batch: DataProto) -> DataProto:
         """Takes all optimizer steps of the batch; meta_info["metrics"] are global.  Raises NonFiniteError where they leave
         weights that are not finite."""
         release_idle_memory()
         started = time.perf_counter()
-        metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
+        rows, version = dict(batch.batch.items()), batch.meta_info.get("policy_version")
+        metrics = self.updater.update(rows, batch.meta_info["num_mini_batches"], version)
         check_finite(self.engine, "after the update")
         seconds = time.perf_counter() - started
         metrics |= self.throughput.training("actor", batch.batch["attention_mask"], self.config.actor.ppo_epochs, seconds)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,9 +25,8 @@ from rlhub.algorithms.masked import masked_sum
 from rlhub.config.sections.ppo import ActorRolloutRefConfig, CriticConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.reward import JudgeConfig, RewardModelConfig
-from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.sft import SFTConfig
-from rlhub.engines.rollout.base import SamplingParams
+from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.collectives import check_finite, ensure_process_group
@@ -52,16 +52,21 @@ from rlhub.engines.training.updates import (
 )
 from rlhub.errors import DataError
 from rlhub.models.hf import ModelKind
+from rlhub.models.shape import local_shape
 from rlhub.models.throughput import ThroughputMeter
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
+from rlhub.rewards.combine import Judge, Judgements
 from rlhub.rewards.pool import RewardFunction
+from rlhub.rewards.rendering import Rendering
 from rlhub.sharding_manager.manager import ShardingManager
 from rlhub.sharding_manager.route import SyncReport
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.single_controller.dispatch import collect_list
+from rlhub.utils.seeding import sample_seeds
 from rlhub.workers.actor import ActorPart
 from rlhub.workers.base import EngineWorker
-from rlhub.workers.generation import check_completions, generation_requests, pad_completions, spoil_weights
+from rlhub.workers.generation import check_completions, spoil_weights
 from rlhub.workers.memory_handover import MemoryHolder, WorkerRuntime, memory_metrics, register_memory_holder, release_idle_memory
 from rlhub.workers.rollout import RolloutPart
 
@@ -173,6 +178,7 @@ class RewardModelWorker(EngineWorker):
     def init_model(self) -> None:
         """Builds the reward model's engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        self.rendering = self._load_rendering()
         self.engine = build_reward_engine(self.config, device=self.device, seed=self.runtime.seed)
         self.engine.initialize()
         self.engine.offload()
@@ -180,26 +186,39 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=REWARD_MODEL, deadline="infer")
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """Returns rm_scores (rows,), read at the last attended token of input_ids (rows, tokens)."""
-        rows = {name: batch.batch[name] for name in ("input_ids", "attention_mask")}
+        """Returns rm_scores (rows,), read at the last attended token of input_ids (rows, tokens).
+
+        With model.input_tokenizer these are the rows' texts (raw_chat, responses, response_length) in the model's own tokens.
+        """
+        read = batch if self.rendering is None else self.rendering(batch)
+        rows = {name: read.batch[name] for name in ("input_ids", "attention_mask")}
         scores = self.engine.infer(rows, outputs=("scores",))["scores"]
         self.engine.offload()
         return DataProto.from_dict(tensors={"rm_scores": scores})
 
+    def _load_rendering(self) -> Rendering | None:
+        model = self.config.model
+        if model.input_tokenizer is None:
+            return None
+        own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        shape = local_shape(model.path, model.override_config)
+        longest = self.config.max_length or (shape.max_positions if shape is not None else 0)
+        return Rendering(load_tokenizer(model.input_tokenizer), own, longest or None)
 
-JUDGE = make_nd_compute_dataproto_dispatch_fn(mesh_name="judge")
+
+JUDGE = dataclasses.replace(make_nd_compute_dataproto_dispatch_fn(mesh_name="judge"), collect_fn=collect_list, proto=False)
 
 
 class JudgeWorker(Worker):
-    """Generates judgements with a model of its own.  All methods run on every rank.  rollout: the policy's settings, for what the
-    judge has none of its own."""
+    """Judges responses with a model of its own.  All methods run on every rank.  policy: the policy's settings, whose tokenizer
+    decodes responses, and whose rollout has the settings that the judge has none of its own for."""
 
-    def __init__(self, config: JudgeConfig, rollout: RolloutConfig, runtime: WorkerRuntime) -> None:
-        self.config, self.runtime = config, runtime
+    def __init__(self, config: JudgeConfig, policy: ActorRolloutRefConfig, runtime: WorkerRuntime) -> None:
+        self.config, self.policy, self.runtime = config, policy.model, runtime
         self.device = runtime.torch_device(self.local_rank)
         self.rollout_config = dataclasses.replace(
-            rollout,
-            name=config.name or rollout.name,
+            policy.rollout,
+            name=config.name or policy.rollout.name,
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             gpu_memory_utilization=config.gpu_memory_utilization,
             max_model_len=config.max_prompt_length + config.max_tokens,
@@ -212,7 +231,10 @@ class JudgeWorker(Worker):
         """Builds the engine with the checkpoint's weights (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         model = self.config.model.as_model()
-        self.vocabulary = read_vocabulary(model, load_tokenizer(model.path, trust_remote_code=model.trust_remote_code))
+        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        self.vocabulary = read_vocabulary(model, tokenizer)
+        policy = load_tokenizer(self.policy.path, trust_remote_code=self.policy.trust_remote_code)
+        self.judge = Judge(config=self.config, policy=policy, tokenizer=tokenizer, generate=self._generate)
         dp_rank, tp_rank = divmod(self.rank, self.config.tensor_model_parallel_size)
         self.engine = build_rollout_engine(
             RolloutSetup(
@@ -232,25 +254,22 @@ class JudgeWorker(Worker):
         self._register_dispatch_collect_info("judge", dp_rank, tp_rank == 0)
 
     @register(dispatch_mode=JUDGE, deadline="generate")
-    def generate_judgements(self, prompts: DataProto) -> DataProto:
-        """Returns judge.n completions per prompt, neighbours in prompt order: responses (rows * n, max_tokens) and
-        response_length."""
-        columns, config = prompts.batch, self.config
-        requests = generation_requests(
-            columns["prompts"],
-            columns["attention_mask"],
-            columns["ordinal"],
-            num_samples=config.n,
-            run_seed=self.runtime.seed,
-        )
+    def generate_judgements(self, batch: DataProto) -> Judgements:
+        """Returns the judgements of the rank's rows: judge.n of each, read and averaged."""
+        return self.judge(batch)
+
+    def _generate(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[list[list[int]]]:
+        """Is `rewards.combine.Generate`."""
+        n = self.config.n
+        requests = [
+            GenerationRequest(prompt_ids=list(ids), seed=seed)
+            for ids, number in zip(prompts, numbers, strict=True)
+            for seed in sample_seeds(self.runtime.seed, number, n)
+        ]
         completions = self.engine.generate(requests, self._sampling())
         check_completions(completions, self.vocabulary.size, False)
-        padded = pad_completions(  # one width on all ranks, so that their parts join
-            completions, pad_id=self.vocabulary.pad_id, with_log_probs=False, widest=lambda _: config.max_tokens
-        )
-        return DataProto.from_dict(
-            tensors={"responses": padded.responses, "response_length": padded.response_length},
-        )
+        answers = [list(completion.token_ids) for completion in completions]
+        return [answers[first : first + n] for first in range(0, len(answers), n)]
 
     def _sampling(self) -> SamplingParams:
         return SamplingParams(

@@ -10,13 +10,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.estimation import rollout_correction
+from rlhub.algorithms.gather import HERE
+from rlhub.algorithms.mismatch import measure_mismatch
 from rlhub.config.sections.actor import ActorConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig, rejection_bounds, weight_bounds
 from rlhub.engines.training.base import StepReport
 from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.updates import PolicyUpdater
-from rlhub.protocol import DataProto
-from rlhub.trainer.ppo.advantages import correct_batch, measure_mismatch
 from tests.integration.fsdp_checks import make_engine, make_rows, my_rows, plain_model, plain_outputs, relative_error
 from tests.unit.algorithms.correction.correction_cases import Case, slow_kept, slow_weights
 
@@ -65,11 +66,11 @@ def gradient(path: str, settings: dict[str, Any], gap: float, case: dict[str, An
     rows = sampled_rows(pi, gap)
     plain_rows = dict(rows)
     rows |= {} if config.in_update else {"old_log_probs": pi}
-    batch = DataProto.from_dict(tensors=rows | {"learn_mask": rows["response_mask"]})
-    metrics = {} if config.in_update else measure_mismatch(batch)
-    metrics |= correct_batch(batch, config)
+    columns, metrics = rows | {"learn_mask": rows["response_mask"]}, {}
+    if not config.in_update:
+        corrected = rollout_correction(columns, HERE, config)
+        columns, metrics = columns | corrected.columns, measure_mismatch(columns, HERE) | corrected.metrics
     engine = make_engine(path, micro_batch=MicroBatchConfig(**case.get("micro", {})))
-    columns = dict(batch.batch.items())
     if not config.in_update:
         del columns["rollout_log_probs"]
     updater = PolicyUpdater(engine, ActorConfig(), scale=1.0, correction=config)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from rlhub.engines.training.base import LossFunction, Rows, StepReport, TrainEngine
+from rlhub.engines.training.collectives import gather_rows
 from rlhub.protocol.weights.pieces import Piece, whole_piece
 
 OPERATIONS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
@@ -45,6 +46,9 @@ class PlainTrainEngine(TrainEngine):
         if dist.is_initialized():
             dist.all_reduce(out, op=OPERATIONS[op])
         return out
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return gather_rows(rows, self.device) if dist.is_initialized() else rows
 
     def onload(self) -> None:
         self.log.append("onload")

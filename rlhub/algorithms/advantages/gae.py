@@ -33,4 +33,4 @@ def gae(inputs: AdvantageInputs, knobs: GAEKnobs) -> AdvantageOutputs:
     deltas = rewards.add_(next_values, alpha=knobs.gamma).sub_(values).mul_(mask)
     advantages = scan(deltas, mask, knobs.gamma * knobs.lam)
     returns = masked(values.add_(advantages).t().contiguous(), inputs.response_mask)
-    return AdvantageOutputs(advantages=whiten(advantages.t().contiguous(), inputs.response_mask), returns=returns)
+    return AdvantageOutputs(advantages=whiten(advantages.t().contiguous(), inputs.response_mask, inputs.gather), returns=returns)

@@ -35,16 +35,18 @@ def gdpo(inputs: AdvantageInputs, knobs: GDPOKnobs) -> AdvantageOutputs:
     assert inputs.group is not None, "gdpo requires groups"
     assert inputs.reward_components is not None, "gdpo requires reward_components"
     weights = component_weights(list(inputs.reward_components), knobs.reward_weights)
-    total = torch.zeros(len(inputs.group), dtype=torch.float64, device=inputs.group.device)
+    group = inputs.gather(inputs.group)
+    components = inputs.gather.each({name: inputs.reward_components[name].to(torch.float64) for name in weights})
+    total = torch.zeros(len(group), dtype=torch.float64, device=group.device)
     metrics: dict[str, float] = {}
     for name, weight in weights.items():
-        component = inputs.reward_components[name].to(torch.float64)
-        stats = group_statistics(component, inputs.group)
+        component = components[name]
+        stats = group_statistics(component, group)
         total += weight * stats.normalized(component, divide=knobs.norm_adv_by_std_in_grpo)
         metrics |= stats.metrics() | {f"groups/all_equal/{name}": stats.metrics()["groups/all_equal"]}
     metrics.pop("groups/all_equal", None)  # each component has its own
-    tokens = inputs.on_tokens(total)
-    advantages = whiten(tokens, inputs.response_mask)
+    tokens = inputs.on_tokens(inputs.gather.own(total))
+    advantages = whiten(tokens, inputs.response_mask, inputs.gather)
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=metrics)
 
 

@@ -22,4 +22,4 @@ def reinforce_plus_plus(inputs: AdvantageInputs, knobs: ReinforcePlusPlusKnobs) 
     returns = G.  The paper's per-token KL belongs into the reward (algorithm.use_kl_in_reward).
     """
     returns = rewards_to_go(inputs.token_level_rewards, inputs.response_mask, knobs.gamma)
-    return AdvantageOutputs(advantages=whiten(returns, inputs.response_mask), returns=returns)
+    return AdvantageOutputs(advantages=whiten(returns, inputs.response_mask, inputs.gather), returns=returns)

@@ -13,8 +13,8 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, knobs: None) -> Advant
     these zeros with all others, by the batch's token mean.
     """
     assert inputs.group is not None, "reinforce_plus_plus_baseline requires groups"
-    rewards = inputs.outcome_rewards()
-    stats = group_statistics(rewards, inputs.group)
-    centred = inputs.on_tokens(stats.centred(rewards))
-    advantages = whiten(centred, inputs.response_mask)
+    samples = inputs.samples()
+    stats = group_statistics(samples.rewards, samples.group)
+    centred = inputs.on_tokens(inputs.gather.own(stats.centred(samples.rewards)))
+    advantages = whiten(centred, inputs.response_mask, inputs.gather)
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())

@@ -1,9 +1,9 @@
 """The rollout correction as it is configured: from log-ratios to token weights and kept tokens.
 
-`correct` is used twice: on the driver over a whole batch before the update, and, where the old log-probs have no pass of their
-own, in the update on the whole rows of a micro-batch (then without what needs the whole batch, which the configuration's checks
-refuse).  Weights are in weights.py; rejection is here: of tokens or sequences whose probabilities differ too much between
-trainer and rollout engine (MIS, Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the
+`correct` is used twice: over a whole batch before the update, and, where the old log-probs have no pass of their own, in the
+update on the whole rows of a micro-batch (then without what needs the whole batch, which the configuration's checks refuse).
+Weights are in weights.py; rejection is here: of tokens or sequences whose probabilities differ too much between trainer and
+rollout engine (MIS, Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the
 training-inference mismatch").
 
 A rule says what is measured of each token, and how a row's tokens are put together.  With l = log pi - log mu clamped to +-20:
@@ -32,8 +32,10 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.correction.weights import RATIOS, bounded, mean_weight, normalized, outside
-from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
-from rlhub.algorithms.statistics import masked_total
+from rlhub.algorithms.gather import HERE, Gather
+from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
+from rlhub.algorithms.mismatch import added
+from rlhub.algorithms.statistics import row_sums
 from rlhub.config.sections.rollout_correction import RATIO_RULES, Bounds, RolloutCorrectionConfig, rejection_bounds, weight_bounds
 
 
@@ -49,22 +51,28 @@ class Correction:
     scale: Tensor | None = None
 
 
-def correct(config: RolloutCorrectionConfig, log_ratio: Tensor, mask: Tensor, advantages: Tensor | None = None) -> Correction:
+def correct(
+    config: RolloutCorrectionConfig,
+    log_ratio: Tensor,
+    mask: Tensor,
+    advantages: Tensor | None = None,
+    gather: Gather = HERE,
+) -> Correction:
     """Returns weights and rejection from l = log pi_old - log mu, all (rows, response).  advantages: read where M2PO is on.
 
     Weights and rules see every model token, whether or not another rule rejects it (a sequence's ratio is that of all of
-    its tokens); M2PO sees what the rules have left.
+    its tokens); M2PO sees what the rules have left.  Its bound, batch normalisation and the sums are those of the whole batch.
     """
-    rejected, sums = ~mask.bool(), {}
+    rejected, rows = ~mask.bool(), {}
     for rule, bounds in rejection_bounds(config.rollout_rs, config.rollout_rs_threshold).items():
         passed = kept(log_ratio, mask, rule, bounds)
         rejected = rejected | ~passed
-        sums[f"correction/rejected/{rule}"] = masked_sum((~passed).double(), mask)
+        rows[f"correction/rejected/{rule}"] = row_sums(~passed, mask)
     keep = ~rejected
     if config.m2po_threshold is not None:
         assert advantages is not None
-        before, keep = keep, m2po_kept(log_ratio, advantages, keep, config.m2po_threshold)
-        sums["correction/rejected/m2po"] = (before & ~keep).double().sum()
+        before, keep = keep, m2po_kept(log_ratio, advantages, keep, config.m2po_threshold, gather)
+        rows["correction/rejected/m2po"] = row_sums(~keep, before)
     weights = scale = None
     used = keep
     if config.rollout_is is not None:
@@ -72,13 +80,13 @@ def correct(config: RolloutCorrectionConfig, log_ratio: Tensor, mask: Tensor, ad
         ratios = RATIOS[config.rollout_is](log_ratio, mask)
         weights = bounded(ratios, mask, bounds)
         if config.rollout_is_batch_normalize:
-            scale = mean_weight(weights, mask, config.rollout_is)
-            weights = normalized(weights, mask, config.rollout_is)
-        sums["correction/outside_share"] = outside(ratios, mask, bounds).double().sum()
-        sums["correction/weight_mean"] = masked_total(weights, mask)
+            scale = mean_weight(weights, mask, config.rollout_is, gather)
+            weights = normalized(weights, mask, config.rollout_is, gather)
+        rows["correction/outside_share"] = row_sums(outside(ratios, mask, bounds), mask)
+        rows["correction/weight_mean"] = row_sums(weights, mask)
         used = keep & (weights > 0)
-    sums["mismatch/masked_share"] = masked_sum((~used).double(), mask)
-    return Correction(weights=weights, keep=keep, sums=sums, scale=scale)
+    rows["mismatch/masked_share"] = row_sums(~used, mask)
+    return Correction(weights=weights, keep=keep, sums=added(rows, gather), scale=scale)
 
 
 def token_factors(correction: Correction) -> Tensor:
@@ -118,7 +126,7 @@ def _each(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _sum(values: Tensor, mask: Tensor) -> Tensor:
-    return masked_sum(values, mask, dim=1)[:, None].expand_as(values)
+    return row_sums(values, mask)[:, None].expand_as(values)
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -145,15 +153,17 @@ RULES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Te
 }
 
 
-def m2po_kept(log_ratio: Tensor, advantages: Tensor, mask: Tensor, threshold: float) -> Tensor:
+def m2po_kept(log_ratio: Tensor, advantages: Tensor, mask: Tensor, threshold: float, gather: Gather = HERE) -> Tensor:
     """Returns the model tokens that stay, (rows, response) bool: of the candidates the largest l^2 are dropped until the mean of
     the rest is at most `threshold`; other model tokens always stay.
 
-    Over the whole batch.  Equally large ones go together, so that the order of the rows does not matter.
+    Over the whole batch, for which l^2 of all tokens goes to every process.  Equally large ones go together, so that the order
+    of the rows does not matter.
     """
     chosen = candidates(log_ratio, advantages, mask)
     moments = masked(log_ratio, mask).square()
-    ordered = moments[chosen].sort(descending=True).values
+    every = gather(masked(moments, chosen))  # a candidate's is above 0, and padding is 0
+    ordered = every[every > 0].sort(descending=True).values
     left = torch.arange(len(ordered), 0, -1, device=ordered.device)
     means = ordered.flip(0).cumsum(0).flip(0) / left  # means[k]: after dropping the k largest; falls with k
     num_dropped = int((means > threshold).sum().item())

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
-from rlhub.algorithms.statistics import masked_total, pairwise_sum
+from rlhub.algorithms.gather import HERE, Gather
+from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
+from rlhub.algorithms.statistics import pairwise_sum, row_sums
 from rlhub.config.sections.rollout_correction import Bounds
 
 SMALLEST_MEAN = 1e-8  # a batch whose weights are all zero stays as it is
@@ -31,7 +32,7 @@ def token_ratios(log_ratio: Tensor, mask: Tensor) -> Tensor:
 def sequence_ratios(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """Returns exp(sum_t l_t m_t) of each row on all of its tokens, the sum clamped to +-20; (rows, response), 0 outside the
     mask."""
-    total = masked_sum(log_ratio, mask, dim=1).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    total = row_sums(log_ratio, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return masked(total.exp()[:, None].expand_as(log_ratio), mask)
 
 
@@ -53,18 +54,21 @@ def bounded(ratios: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
     return torch.where(outside(ratios, mask, bounds), torch.zeros_like(ratios), ratios)
 
 
-def mean_weight(weights: Tensor, mask: Tensor, level: str) -> Tensor:
+def mean_weight(weights: Tensor, mask: Tensor, level: str, gather: Gather = HERE) -> Tensor:
     """Returns the divisor of batch normalisation, the mean over tokens, or over the sequences that have any (each counts
     once)."""
+    present = mask.bool().any(1)
     if level == "sequence":  # equal on all of a row's tokens
-        present = mask.bool().any(1)
-        return pairwise_sum(masked(masked(weights, mask).amax(1), present)) / present.sum().clamp(min=1)
-    return masked_total(weights, mask) / mask.sum().clamp(min=1)
+        rows = {"total": masked(masked(weights, mask).amax(1), present), "count": present.long()}
+    else:
+        rows = {"total": row_sums(weights, mask), "count": mask.bool().sum(1)}
+    found = gather.each(rows)
+    return pairwise_sum(found["total"]) / found["count"].sum().clamp(min=1)
 
 
-def normalized(weights: Tensor, mask: Tensor, level: str) -> Tensor:
+def normalized(weights: Tensor, mask: Tensor, level: str, gather: Gather = HERE) -> Tensor:
     """Returns weights / their mean over the WHOLE batch, after truncation; unchanged where that mean is 0."""
-    mean = mean_weight(weights, mask, level)
+    mean = mean_weight(weights, mask, level, gather)
     return torch.where(mean > SMALLEST_MEAN, weights / mean.clamp(min=SMALLEST_MEAN), weights)
 
 

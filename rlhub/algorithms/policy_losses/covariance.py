@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.inputs import SelectionInputs
-from rlhub.algorithms.masked import masked, masked_sum
+from rlhub.algorithms.masked import masked
+from rlhub.algorithms.statistics import masked_total
 
 
 def token_covariance(inputs: SelectionInputs) -> Tensor:
@@ -23,7 +24,7 @@ def token_covariance(inputs: SelectionInputs) -> Tensor:
 
     def centred(values: Tensor) -> Tensor:
         wide = masked(values.double(), mask)
-        return wide - masked_sum(wide, mask) / count
+        return wide - masked_total(wide, mask) / count
 
     return masked(centred(inputs.advantages) * centred(inputs.old_log_probs), mask)
 

@@ -20,7 +20,7 @@ class DeadlineConfig:
     start: PositiveFloat = 1800.0
     """Seconds for all workers to build their models and engines."""
     generate: PositiveFloat = 7200.0
-    """Seconds for one generation of a batch."""
+    """Seconds for one generation of a batch, and for the rewards of one that are waited for."""
     infer: PositiveFloat = 3600.0
     """Seconds for one pass of log-probs or values over a batch, with the passes that the same ranks do before it."""
     update: PositiveFloat = 7200.0
@@ -60,7 +60,7 @@ class TrainerConfig:
     """Worker ranks per machine: GPUs, or on CPU processes; null: the machine's GPUs, on CPU 1."""
     pools: dict[str, Any] = field(default_factory=dict)
     """Further pools of ranks, for roles that should not share the actor's: name -> {nnodes: 1, n_gpus_per_node: 1}."""
-    batches: Literal["reference", "driver"] = "driver"
+    batches: Literal["reference", "driver"] = "reference"
     """reference: columns of tokens stay with the ranks that made them and move once a step, to the ranks that train them;
     driver: they travel through this process with every call."""
     placement: dict[str, Any] = field(default_factory=dict)

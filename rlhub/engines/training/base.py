@@ -126,6 +126,14 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
+    def gather(self, rows: Tensor) -> Tensor:
+        """Returns the rows of all data-parallel ranks, one rank's after the other's; (rows, ...) on the CPU, of any dtype.
+
+        Ranks may have different numbers of rows, and also none.  Of two-dimensional tensors the narrower ones are padded with
+        zeros on the right.
+        """
+
+    @abstractmethod
     def named_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
         """Streams the full weights under their Hugging Face names in buckets of about `bucket_bytes`; a larger tensor is a
         bucket of its own.

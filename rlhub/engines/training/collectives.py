@@ -1,5 +1,5 @@
-"""Collective operations of an engine's ranks outside its passes: joining the process group, and checking that weights are
-finite.
+"""Collective operations of an engine's ranks outside its passes: joining the process group, bringing rows together, and checking
+that weights are finite.
 
 A step whose gradient is not finite is skipped, but a finite gradient can still produce weights that are not, with a learning
 rate out of all bounds.  Nothing later would detect it, because a fingerprint of NaN equals that of the same NaN.  So weights
@@ -14,9 +14,11 @@ from itertools import takewhile
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rlhub.engines.training.base import TrainEngine
 from rlhub.errors import NonFiniteError
+from rlhub.protocol.columns import all_gather_rows
 from rlhub.protocol.weights.fingerprint import nonfinite_names
 
 WEIGHTS = "model."
@@ -44,6 +46,19 @@ def ensure_process_group(device: torch.device, *, timeout_s: float = 1800.0) -> 
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, init_method="env://", timeout=timeout)
+
+
+def gather_rows(rows: Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Does what `TrainEngine.gather` says, over the ranks of the group (None: all), whose tensors are on `device`."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return rows
+    shape = torch.tensor([len(rows), rows.shape[1] if rows.dim() > 1 else 1], device=device)
+    shapes = torch.stack(all_gather_rows(shape[None], [1] * size, group)).squeeze(1).tolist()
+    wide = rows.reshape(shape.tolist()).to(device)
+    wide = torch.nn.functional.pad(wide, (0, max(width for _, width in shapes) - wide.shape[1]))
+    every = torch.cat(all_gather_rows(wide, [count for count, _ in shapes], group)).to(rows.device)
+    return every if rows.dim() > 1 else every.squeeze(1)
 
 
 def check_finite(engine: TrainEngine, occasion: str, *, optimizer: bool = False) -> None:

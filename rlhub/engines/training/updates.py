@@ -45,6 +45,7 @@ from rlhub.algorithms.mismatch import (
     mismatch_metrics,
     mismatch_sums,
     staleness_metrics,
+    staleness_of,
     staleness_sums,
     weight_extremes,
 )
@@ -66,10 +67,10 @@ StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
 class PolicyUpdater:
     """Steps a policy loss, with optional entropy bonus and KL loss, over the mini-batches of a batch.
 
-    Every rank calls `update` together.  Columns read: input_ids, attention_mask, loss_mask (without it response_mask, so that
-    every token of the model trains), advantages, and if present old_log_probs, ref_log_prob, rollout_log_probs,
-    importance_weights, selected, staleness, mini_batch.  Without old_log_probs, the policy being stepped is the policy at the
-    start of the update (see `Requirements`).
+    Every rank calls `update` together.  Columns read: input_ids, attention_mask, loss_mask (without it learn_mask, and without
+    both response_mask, so that every token of the model trains), advantages, and if present old_log_probs, ref_log_prob,
+    rollout_log_probs, importance_weights, selected, policy_version, mini_batch.  Without old_log_probs, the policy being stepped
+    is the policy at the start of the update (see `Requirements`).
     """
 
     def __init__(
@@ -87,9 +88,13 @@ class PolicyUpdater:
         )
         self.kl = KL_ESTIMATORS.get(config.kl_loss_type) if config.use_kl_loss else None
 
-    def update(self, rows: Rows, num_mini_batches: int) -> dict[str, float]:
-        """Takes all optimizer steps of this batch; returns metrics, which are equal on every rank."""
-        extremes, rows = Extremes(), counting(rows, "loss_mask")
+    def update(self, rows: Rows, num_mini_batches: int, version: int | None = None) -> dict[str, float]:
+        """Takes all optimizer steps of this batch; returns metrics, which are equal on every rank.
+
+        version: of the policy about to be updated, read with a column policy_version.
+        """
+        mask = "loss_mask" if "loss_mask" in rows else "learn_mask"
+        extremes, rows = Extremes(), with_staleness(counting(rows, mask), version)
         steps = take_steps(
             self.engine,
             rows,
@@ -304,6 +309,14 @@ def counting(rows: Rows, mask: str) -> Rows:
     if mask not in rows:
         return rows
     return {name: column for name, column in rows.items() if name != mask} | {"response_mask": rows[mask]}
+
+
+def with_staleness(rows: Rows, version: int | None) -> Rows:
+    """Returns the rows with how many versions each token is behind `version` in place of a column policy_version."""
+    if version is None or "policy_version" not in rows:
+        return rows
+    found = {name: column for name, column in rows.items() if name != "policy_version"}
+    return found | {"staleness": staleness_of(rows["policy_version"], version)}
 
 
 def take_steps(

@@ -27,6 +27,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.algorithms.inputs import COMPONENT
 from rlhub.engines.rollout.base import FINISH_CODES
 from rlhub.errors import WorkflowError
 from rlhub.protocol import DataProto
@@ -38,8 +39,6 @@ from rlhub.rollout_service.executor.statistics import RolloutStatistics
 
 logger = logging.getLogger(__name__)
 ADDED = "added_rewards"
-COMPONENT = "reward/"
-"""Prefix of the columns that hold the scorer's other numbers."""
 
 
 class Delivery:
@@ -266,6 +265,7 @@ def token_columns(trajectories: Sequence[Trajectory], pad_id: int) -> dict[str, 
         "attention_mask": torch.from_numpy(np.concatenate([prompt_mask, filled], 1).astype(np.int64)),
         "responses": torch.from_numpy(responses),
         "response_mask": padded((t.response_mask for t in trajectories), 0, np.int64),
+        "prompt_length": torch.from_numpy(prompt_mask.sum(1)),
         "response_length": torch.from_numpy(lengths),
         "finish_reason": torch.from_numpy(np.array([FINISH_CODES[t.finish_reason] for t in trajectories], dtype=np.int64)),
         "rollout_log_probs": padded((t.rollout_log_probs for t in trajectories), 0.0, np.float32),

@@ -11,8 +11,7 @@ Where samples come from; each is a SampleSource (step.py):
 
 What the step does with them:
   scoring.py            the reward of each response, and what is compared with it
-  advantages.py         from scores to advantages; the rollout engine's policy against the trained one
-  metrics.py            the numbers of a training batch
+  metrics.py            metrics out of what workers return and what phases took; how far apart the two policies may be
   requirements.py       what the chosen algorithm requires of all this
 
 What a stream of episodes needs:

@@ -1,71 +1,39 @@
-"""Metrics that the driver computes from a training batch, under the field's names."""
+"""Metrics of a step that the driver makes of what workers return and of what its phases took, under the field's names; and how
+far the policy that samples may be from the one that is trained before the run stops.
+
+Fingerprints prove that a rollout engine has received the weights; what happens to them afterwards, or a kernel that computes
+something else, shows only in the log-probs of the tokens it samples.  The actor's ranks measure these against the trainer's as
+mismatch/* (rlhub.algorithms.mismatch), and the driver compares the numbers with a bound, before the batch trains.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.statistics import Moments, batch_moments, row_moments, row_sums
-from rlhub.protocol import DataProto
+from rlhub.config.rules.asynchronous import is_collected
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout_correction import KEY
+from rlhub.errors import PolicyMismatchError
+from rlhub.protocol import Batch
 from rlhub.utils.timing import PREFIX
+
+logger = logging.getLogger(__name__)
 
 PER_RESPONSE_TOKEN = {"gen": "generate_sequences"}
 PER_TOKEN = {
     "ref": "compute_ref_log_prob",
     "values": "compute_values",
-    "adv": "advantages",
+    "adv": "compute_advantages",
     "update_critic": "update_critic",
     "update_actor": "update_actor",
 }
 """The field's name of a phase -> the phase, whose time is divided by the tokens of prompts and responses."""
-
-
-def metric_rows(batch: DataProto, valid: Tensor) -> dict[str, Tensor]:
-    """Returns `row_moments` of what is reported of each row, by name, (rows, 5) float64; a rank can compute those of its rows.
-
-    valid: (rows,) bool.  Samples without a valid score count in lengths only: the 0 that stands in for their score would pass for
-    a bad answer.
-    """
-    columns, every = batch.batch, torch.ones_like(valid)
-    mask = columns["response_mask"].bool() & valid[:, None]
-    tokens, lengths = columns["attention_mask"].sum(1), columns["response_length"]
-    tensors = {name: columns[name] for name in ("advantages", "returns", "values") if name in columns.keys()}
-    return {
-        "response_length": row_moments(lengths, every),
-        "response_length/clip_ratio": row_moments(columns["finish_reason"] == 1, every),
-        "prompt_length": row_moments(tokens - lengths, every),
-        "critic/score": row_moments(columns["scores"], valid),
-        "critic/rewards": row_moments(row_sums(columns["token_level_rewards"], mask), valid),
-        **{f"critic/{name}": row_moments(column, mask) for name, column in tensors.items()},
-        "perf/total_num_tokens": row_moments(tokens, every),
-    }
-
-
-def batch_metrics(rows: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns reward/..., critic/{score,rewards,advantages,returns,values}/..., response_length/... and prompt_length/... out of
-    `metric_rows` in the order of the rows."""
-    moments = {name: batch_moments(column) for name, column in rows.items()}
-    clipped, tokens = moments.pop("response_length/clip_ratio"), moments.pop("perf/total_num_tokens")
-    metrics = {name: value for prefix, found in moments.items() for name, value in spread(prefix, found).items()}
-    metrics["response_length/clip_ratio"] = clipped.mean.item()
-    metrics["perf/total_num_tokens"] = tokens.total.item()
-    scores = moments["critic/score"]
-    if scores.count > 0:
-        metrics |= {"reward/mean": scores.mean.item(), "reward/std": (scores.squares / scores.count).sqrt().item()}
-    return metrics
-
-
-def spread(prefix: str, moments: Moments) -> dict[str, float]:
-    """Returns mean, max and min; nothing where there is no value."""
-    if moments.count == 0:
-        return {}
-    return {
-        f"{prefix}/mean": moments.mean.item(),
-        f"{prefix}/max": moments.highest.item(),
-        f"{prefix}/min": moments.lowest.item(),
-    }
 
 
 def mean_metrics(collected: dict[str, list[float]] | dict[str, float]) -> dict[str, float]:
@@ -73,17 +41,91 @@ def mean_metrics(collected: dict[str, list[float]] | dict[str, float]) -> dict[s
     return {name: sum(v) / len(v) if isinstance(v, list) else float(v) for name, v in collected.items() if v != []}
 
 
-def timing_per_token(timings: Mapping[str, float], batch: DataProto) -> dict[str, float]:
+def timing_per_token(timings: Mapping[str, float], num_tokens: float, num_response_tokens: float) -> dict[str, float]:
     """Returns timing_per_token_ms/{gen,ref,values,adv,update_critic,update_actor} of the phases that a step has had.
 
     timings: timing_s/... of the step.  Generation is divided by the response tokens of the batch that trains, the other phases
     by all of its tokens (verl's definition).
     """
-    num_tokens = batch.batch["attention_mask"].sum().item()
-    num_response_tokens = batch.batch["response_length"].sum().item()
     found = {}
     for phases, tokens in ((PER_RESPONSE_TOKEN, num_response_tokens), (PER_TOKEN, num_tokens)):
         for name, phase in phases.items():
             if tokens and PREFIX + phase in timings:
                 found[f"timing_per_token_ms/{name}"] = timings[PREFIX + phase] * 1000 / tokens
     return found
+
+
+def row_lengths(batch: Batch) -> Tensor:
+    """Returns the tokens of prompt and response of each row, (rows,) int64."""
+    columns = batch.batch
+    if "prompt_length" not in columns.keys():
+        return torch.as_tensor(columns["attention_mask"].sum(1))
+    return torch.as_tensor(columns["prompt_length"] + columns["response_length"])
+
+
+BY_PRECISION = {"float32": (1e-3, 0.1), "16 bits": (0.1, 1.0)}
+"""Nats a token to warn at and to stop at, of tokens from the very weights that are trained.  Sound engines: 1e-8 to 1e-5 with
+float32 on both sides, 1e-3 to 0.02 with bfloat16 on one (mixtures of experts the most)."""
+
+DRIFT = 0.5
+"""Nats a token by which the policy itself may have moved in one version: far more than an update that still learns."""
+
+OF_VERSION = "mismatch/kl/staleness_"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class MismatchBound:
+    """Bounds on mismatch/kl in nats a token; infinite means none.  oldest_keys: versions by which keys and values may be older
+    than the token's own."""
+
+    warn: float
+    stop: float
+    oldest_keys: int = 0
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Warns, or raises PolicyMismatchError, by the newest tokens of a step's batch; nothing where none was measured."""
+        versions = [int(name.removeprefix(OF_VERSION)) for name in metrics if name.startswith(OF_VERSION)]
+        name = f"{OF_VERSION}{min(versions)}" if versions else "mismatch/kl"
+        if name not in metrics:
+            return
+        kl, allowance = metrics[name], DRIFT * max(min(versions, default=0), self.oldest_keys)
+        text = (
+            f"{name} is {kl:.3g} nats a token: the rollout engine does not sample from the policy that is trained. Its weights "
+            "or its arithmetic are wrong (another dtype, a damaged engine, other kernels)"
+        )
+        if not math.isfinite(kl) or kl > self.stop + allowance:
+            bound = self.stop + allowance
+            raise PolicyMismatchError(
+                f"{text}; the bound is {bound:g}. Nothing of this step was saved: run the command again, which builds the engine "
+                f"anew, try rollout.name=hf or rollout.dtype=float32, or raise {KEY}.mismatch_stop",
+                kl=kl,
+                bound=bound,
+            )
+        if kl > self.warn + allowance:
+            logger.warning("%s; usual is less than %g, and beyond %g the run stops", text, self.warn, self.stop + allowance)
+
+
+def mismatch_bound(config: PPOConfig) -> MismatchBound:
+    """Returns the bound that is set, else that of the precision of both sides.
+
+    There is none by itself where samples are legitimately another policy's (batches of other jobs, a replay) or another
+    distribution's (top_p and top_k leave tokens out, whose share counts as mismatch).
+    """
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    others = is_collected(config) or config.trainer.replay_from is not None
+    if others or rollout.top_p < 1.0 or rollout.top_k > 0:
+        warn = stop = math.inf
+    else:
+        warn, stop = BY_PRECISION["float32" if _is_exact(config) else "16 bits"]
+    return MismatchBound(
+        warn=warn if correction.mismatch_warn is None else correction.mismatch_warn,
+        stop=stop if correction.mismatch_stop is None else correction.mismatch_stop,
+        oldest_keys=0 if rollout.recompute_kv_cache or rollout.mode == "sync" else max(config.trainer.max_staleness, 1),
+    )
+
+
+def _is_exact(config: PPOConfig) -> bool:
+    """Returns whether trainer and rollout engine both compute in float32."""
+    rollout, section = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.section
+    known = not rollout.remote.urls and rollout.dtype in ("auto", "float32")
+    return known and config.trainer.device == "cpu" and section.model_dtype != "bf16"

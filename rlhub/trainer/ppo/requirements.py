@@ -22,8 +22,9 @@ class Requirements:
     values: a critic predicts them.  reference: log-probs of the frozen starting policy are read.  old_log_probs: the policy has
     a forward pass of its own before the update; sum_pi_squared: which also gives that.  bypass: the rollout's log-probs stand in
     for the old ones.  groups: several samples per prompt.  baseline_rewards: a greedy response per prompt is scored.
-    reward_components: the scorer's own numbers are read.  rollout_log_probs: the update reads them.  selection: the loss chooses
-    tokens from the whole mini-batch.
+    reward_components: the scorer's own numbers are read.  rollout_log_probs: the update reads them.  correction: tokens are
+    weighted or rejected before the update; staleness: or in it, by how old they are.  selection: the loss chooses tokens from the
+    whole mini-batch.
     """
 
     values: bool
@@ -35,6 +36,8 @@ class Requirements:
     baseline_rewards: bool
     reward_components: bool
     rollout_log_probs: bool
+    correction: bool
+    staleness: bool
     selection: bool
 
 
@@ -57,25 +60,27 @@ def requirements(config: PPOConfig) -> Requirements:
     with the rollout's.  A batch that may hold tokens of older policies always has it: the policy that the loss clips against
     is the current one before the update, never the one that sampled (decoupled PPO, Fu et al. 2025, arXiv 2505.24298).  The
     pass is also skipped where the rollout's log-probs stand in for them (bypass), and where the loss's proximal policy is made
-    from others, unless the driver itself reads them.
+    from others, unless the advantages read them.
     """
     loss = POLICY_LOSSES.row(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     needs = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires | loss.requires
     actor, in_reward = config.actor_rollout_ref.actor, config.algorithm.use_kl_in_reward
     correction = config.algorithm.rollout_correction
     several_steps = num_mini_batches(config) > 1 or actor.ppo_epochs > 1
-    on_driver = in_reward or not needs.isdisjoint({"old_log_probs", "sum_pi_squared"})
+    in_advantages = in_reward or not needs.isdisjoint({"old_log_probs", "sum_pi_squared"})
     in_loss = not correction.in_update and (several_steps or correction.active or may_be_stale(config))
     return Requirements(
         values="values" in needs,
         reference=actor.use_kl_loss or in_reward,
-        old_log_probs=not correction.bypass_mode and (on_driver or in_loss),
+        old_log_probs=not correction.bypass_mode and (in_advantages or in_loss),
         bypass=correction.bypass_mode,
         sum_pi_squared="sum_pi_squared" in needs,
         groups="groups" in needs,
         baseline_rewards="baseline_rewards" in needs,
         reward_components="reward_components" in needs,
         rollout_log_probs="rollout_log_probs" in needs or (correction.in_update and not correction.bypass_mode),
+        correction=correction.active and not correction.in_update,
+        staleness=correction.in_update,
         selection="select" in loss.companions,
     )
 

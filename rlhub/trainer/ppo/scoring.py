@@ -10,30 +10,38 @@ manager over all of them (`RewardParts`).
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.inputs import COMPONENT, on_last_token
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, RewardError
-from rlhub.models.shape import ModelShape, read_model_shape
+from rlhub.models.shape import ModelShape, local_shape
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import Batch, BatchRef
 from rlhub.registry import suggest
 from rlhub.rewards import RewardManager, RewardResult, build_reward_manager
 from rlhub.rewards.base import FAILED, ScoredRows, start_scoring
-from rlhub.rewards.combine import JUDGE, MODEL, CombinedManager, Judge, PartScores, RewardPart, outcomes_of
-from rlhub.rewards.managers import NaiveManager, on_last_token
-from rlhub.rewards.rendering import Rendering, padded
-from rlhub.rewards.rows import REWARD_FIELDS, ROW_TOKENS, rows_here, unpack_outcomes
+from rlhub.rewards.combine import (
+    JUDGE,
+    MODEL,
+    NUMBER,
+    CombinedManager,
+    PartScores,
+    RewardPart,
+    judged,
+    outcomes_of,
+    running_numbers,
+)
+from rlhub.rewards.managers import NaiveManager
+from rlhub.rewards.rows import REWARD_FIELDS, ROW_TOKENS, unpack_outcomes
 from rlhub.rollout_service.executor.batches import ADDED, add_rewards
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
 from rlhub.trainer.ppo.requirements import NAMES_OF_THE_REWARD, requirements
@@ -46,8 +54,6 @@ from rlhub.workers.roles import JudgeWorker, RewardModelWorker
 logger = logging.getLogger(__name__)
 
 
-COMPONENT = "reward/"
-"""Prefix of the columns that hold the scorer's own numbers."""
 SIGNAL = "group_metric"
 """Column (rows,) float64: the number in which the samples of a group are compared."""
 COUNTS = FAILED
@@ -97,10 +103,7 @@ class Scoring:
 
 def add_scores(batch: Batch, scorings: Sequence[Scoring]) -> dict[str, float]:
     """Waits for the scores of a step's samplings, adds them to the batch unless it has them, and returns their metrics."""
-    metrics = merge_scorings([scoring.add_to(batch) for scoring in scorings])
-    if "token_level_scores" not in batch.batch.keys():
-        batch.batch["token_level_scores"] = on_last_token(batch.batch["scores"], batch.batch["response_mask"])
-    return metrics
+    return merge_scorings([scoring.add_to(batch) for scoring in scorings])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -254,31 +257,32 @@ def group_metric(result: RewardResult, name: str) -> Tensor:
 
 
 REWARD_MODEL_ROLE, JUDGE_ROLE = "reward_model", "judge"
+MODEL_TOKENS = ("input_ids", "attention_mask")
+"""Columns that a reward model of the policy's tokens reads."""
+JUDGED_FIELDS = ("raw_chat", "ground_truth")
+"""Columns of the data that a judge reads."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RewardParts:
     """Holds the parts of the reward that are built before any worker starts, so that their errors come first.
 
-    function: None if its weight is 0.  rendering: None feeds the policy's tokens to the reward model.
+    function: None if its weight is 0.
     """
 
     config: PPOConfig
-    tokenizer: Any
     function: RewardManager | None
-    rendering: Rendering | None = None
-    judge_tokenizer: Any = None
 
     def manager(self, groups: Mapping[str, WorkerGroup]) -> RewardManager:
         """Returns the reward over the launched groups: the function's own manager where it is all there is."""
         scoring = self.config.reward_model
         parts = []
         if scoring.enable:
-            parts.append(
-                RewardPart(name=MODEL, weight=scoring.weight, start=ModelScorer(groups[REWARD_MODEL_ROLE], self.rendering))
-            )
+            model = ModelScorer(group=groups[REWARD_MODEL_ROLE], renders=bool(scoring.model.input_tokenizer))
+            parts.append(RewardPart(name=MODEL, weight=scoring.weight, start=model))
         if scoring.judge.model.path:
-            parts.append(RewardPart(name=JUDGE, weight=scoring.judge.weight, start=self._judge(groups[JUDGE_ROLE])))
+            judge = JudgeScorer(group=groups[JUDGE_ROLE])
+            parts.append(RewardPart(name=JUDGE, weight=scoring.judge.weight, start=judge))
         function = None if self.function is None else self._where_rows_are(self.function, groups)
         if not parts and scoring.function_weight == 1.0 and function is not None:
             return function
@@ -300,11 +304,6 @@ class RewardParts:
         function.close()
         return RowsOnRanks(function, rollout)
 
-    def _judge(self, group: WorkerGroup) -> JudgeScorer:
-        config = self.config.reward_model.judge
-        generate = JudgeGenerator(group, config.n)
-        return JudgeScorer(Judge(config=config, policy=self.tokenizer, tokenizer=self.judge_tokenizer, generate=generate))
-
     def close(self) -> None:
         if self.function is not None:
             self.function.close()
@@ -313,15 +312,15 @@ class RewardParts:
 def prepare_reward(config: PPOConfig, tokenizer: Any) -> RewardParts:
     """Starts the reward function's first process and loads tokenizers.  Raises ConfigError for what cannot score together."""
     scoring = config.reward_model
-    rendering = build_rendering(config, tokenizer) if scoring.enable else None
+    if scoring.enable:
+        check_tokens(config, tokenizer)
     judge = scoring.judge.model
-    judge_tokenizer = load_tokenizer(judge.path, trust_remote_code=judge.trust_remote_code) if judge.path else None
+    if judge.path:
+        load_tokenizer(judge.path, trust_remote_code=judge.trust_remote_code)
     function = None
     if scoring.function_weight != 0:
         function = build_reward_manager(scoring, config.custom_reward_function, tokenizer, config.data.max_response_length)
-    return RewardParts(
-        config=config, tokenizer=tokenizer, function=function, rendering=rendering, judge_tokenizer=judge_tokenizer
-    )
+    return RewardParts(config=config, function=function)
 
 
 def reward_roles(config: PPOConfig, runtime: WorkerRuntime) -> dict[str, ClassWithInitArgs]:
@@ -330,14 +329,14 @@ def reward_roles(config: PPOConfig, runtime: WorkerRuntime) -> dict[str, ClassWi
     if scoring.enable:
         roles[REWARD_MODEL_ROLE] = ClassWithInitArgs(RewardModelWorker, scoring, runtime)
     if scoring.judge.model.path:
-        roles[JUDGE_ROLE] = ClassWithInitArgs(JudgeWorker, scoring.judge, config.actor_rollout_ref.rollout, runtime)
+        roles[JUDGE_ROLE] = ClassWithInitArgs(JudgeWorker, scoring.judge, config.actor_rollout_ref, runtime)
     return roles
 
 
-def build_rendering(config: PPOConfig, policy: Any) -> Rendering | None:
-    """Returns how texts are rendered for the reward model, None where it reads the policy's own tokens.
+def check_tokens(config: PPOConfig, policy: Any) -> None:
+    """Raises ConfigError where the reward model could not read the policy's tokens, or those of its texts.
 
-    Raises ConfigError where it could not read them, or its texts not be decoded.
+    policy: its tokenizer.
     """
     model, key = config.reward_model.model, "reward_model.model"
     own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
@@ -345,7 +344,7 @@ def build_rendering(config: PPOConfig, policy: Any) -> Rendering | None:
     if model.input_tokenizer is None:
         _check_same_tokens(own, policy, f"{key}.path={model.path}", config.actor_rollout_ref.model.path)
         _check_vocabulary(shape, policy, f"{key}.path={model.path}")
-        return None
+        return
     given = load_tokenizer(model.input_tokenizer)
     if given.get_vocab() != policy.get_vocab():
         raise ConfigError(
@@ -353,14 +352,6 @@ def build_rendering(config: PPOConfig, policy: Any) -> Rendering | None:
             f"decode; set it to {config.actor_rollout_ref.model.path}"
         )
     _check_vocabulary(shape, own, f"{key}.path={model.path}")
-    longest = config.reward_model.max_length or (shape.max_positions if shape is not None else 0)
-    return Rendering(policy, own, longest or None)
-
-
-def local_shape(path: str | None, overrides: Mapping[str, Any]) -> ModelShape | None:
-    """Returns the sizes of a model in a local folder."""
-    folder = Path(path or "").expanduser()
-    return read_model_shape(folder, overrides) if path and folder.is_dir() else None
 
 
 def _check_same_tokens(own: Any, policy: Any, model: str, policy_path: str | None) -> None:
@@ -410,41 +401,30 @@ class RowsOnRanks:
         self.manager.close()
 
 
+@dataclass(slots=True, kw_only=True)
 class ModelScorer:
-    """Scores by the reward model: one pass over the batch, which runs while the driver scores with the function."""
+    """Scores by the reward model: one pass over the batch, where the rows are.
 
-    def __init__(self, group: WorkerGroup, rendering: Rendering | None) -> None:
-        self.group, self.rendering = group, rendering
+    renders: whether the model reads the rows' texts in its own tokens, else it reads the policy's tokens.
+    """
+
+    group: WorkerGroup
+    renders: bool
 
     def __call__(self, batch: Batch) -> Callable[[], PartScores]:
-        batch = rows_here(batch)
-        rows = self.rendering(batch) if self.rendering is not None else batch
-        asked = rows.select(batch_keys=["input_ids", "attention_mask"], non_tensor_batch_keys=[], meta_info_keys=[])
-        scored = self.group.compute_rm_score.submit(asked)
+        tokens, fields = (ROW_TOKENS, ("raw_chat",)) if self.renders else (MODEL_TOKENS, ())
+        scored = self.group.compute_rm_score.submit(batch.select(tokens, fields, []))
         return lambda: PartScores(outcomes=outcomes_of(scored.get().batch["rm_scores"]))
 
 
+@dataclass(slots=True, kw_only=True)
 class JudgeScorer:
-    """Scores by the judge, for callers without an event loop."""
+    """Scores by the judge, whose ranks make its prompts of the rows and read its answers."""
 
-    def __init__(self, judge: Judge) -> None:
-        self.judge = judge
+    group: WorkerGroup
 
     def __call__(self, batch: Batch) -> Callable[[], PartScores]:
-        rows = rows_here(batch)
-        return lambda: asyncio.run(self.judge(rows))
-
-
-class JudgeGenerator:
-    """Is `rewards.combine.Generate` over the judge's worker group: one call for all prompts, which blocks the loop it runs on."""
-
-    def __init__(self, group: WorkerGroup, num_samples: int) -> None:
-        self.group, self.num_samples = group, num_samples
-
-    async def __call__(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[list[list[int]]]:
-        asked = padded(prompts, left=True)
-        asked.batch["ordinal"] = torch.tensor(list(numbers), dtype=torch.int64)
-        answered = self.group.generate_judgements(asked).batch
-        lengths = answered["response_length"].tolist()
-        rows = [ids[:length] for ids, length in zip(answered["responses"].tolist(), lengths, strict=True)]
-        return [rows[first : first + self.num_samples] for first in range(0, len(rows), self.num_samples)]
+        asked = batch.select(ROW_TOKENS, JUDGED_FIELDS, [])
+        asked.batch[NUMBER] = torch.tensor(running_numbers(batch.batch["ordinal"].tolist()), dtype=torch.int64)
+        sent = self.group.generate_judgements.submit(asked)
+        return lambda: judged(sent.get())

@@ -10,9 +10,8 @@ The rows of each optimizer step are fixed by the order in which prompts were dra
 the number of ranks.  Within a mini-batch `arrange` deals them to the ranks by length, so that every rank has about the same
 number of tokens, and reorders the batch until each rank's part is contiguous, which is what workers receive.
 
-Some policy losses choose tokens from a whole mini-batch before it is cut over ranks and micro-batches.  That choice is a
-function of the run's seed, the step and the samples alone: `select_tokens` puts rows in the order in which the samples were
-drawn, and each token's random key belongs to its sample and position.
+Work on token columns is done by workers, each on its rows: the driver reads one number a row.  `sample_index` numbers the samples
+as they were drawn, so that what the ranks compute of the whole batch does not depend on how it was dealt.
 """
 
 from __future__ import annotations
@@ -23,36 +22,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.inputs import SelectionInputs
-from rlhub.algorithms.registry import POLICY_LOSSES
+from rlhub.algorithms.inputs import COMPONENT
+from rlhub.algorithms.kl import KLController, build_kl_controller
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import Batch, BatchRef, DataProto
-from rlhub.registry import knobs_for
 from rlhub.single_controller import WorkerGroup
-from rlhub.trainer.ppo.advantages import (
-    AdvantageEstimation,
-    MismatchBound,
-    correct_batch,
-    measure_mismatch,
-    mismatch_bound,
-    old_log_probs,
-)
-from rlhub.trainer.ppo.metrics import mean_metrics, timing_per_token
+from rlhub.trainer.ppo.metrics import MismatchBound, mean_metrics, mismatch_bound, row_lengths, timing_per_token
 from rlhub.trainer.ppo.requirements import Requirements, requirements
 from rlhub.trainer.ppo.scoring import Samples, Scorer, add_scores
 from rlhub.utils.balance import partition
-from rlhub.utils.seeding import Purpose, uniforms
 from rlhub.utils.timing import PhaseTimer
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainingStep:
-    """Trains the policy (and the critic) once per call.  critic: None where the estimator requires no values."""
+    """Trains the policy (and the critic) once per call.
+
+    critic: None where the estimator requires no values.  kl_controller: the coefficient of the KL in the reward, which moves from
+    step to step.
+    """
 
     config: PPOConfig
     source: SampleSource
@@ -63,12 +55,12 @@ class TrainingStep:
     timers: PhaseTimer
     needs: Requirements = field(init=False)
     mismatch: MismatchBound = field(init=False)
-    compute_advantages: AdvantageEstimation = field(init=False)
+    kl_controller: KLController = field(init=False)
 
     def __post_init__(self) -> None:
         self.needs = requirements(self.config)
         self.mismatch = mismatch_bound(self.config)
-        self.compute_advantages = AdvantageEstimation(self.config, self.needs, self.timers)
+        self.kl_controller = build_kl_controller(self.config.algorithm.kl_ctrl)
 
     def __call__(self, step: int, prompts: Iterator[DataProto]) -> dict[str, float]:
         """Takes training step `step` (from 1): version `step - 1` of the policy becomes version `step`.  Returns its metrics."""
@@ -97,32 +89,45 @@ class TrainingStep:
         if self.critic is not None:
             passes.append(self.critic.compute_values.submit(model_inputs(batch)))
         metrics |= add_outputs(batch, passes)
-        if isinstance(batch, BatchRef):
-            held, batch = batch, batch.fetch_all()
-            held.drop()
-        if needs.old_log_probs:
-            metrics |= measure_mismatch(batch)
-            self.mismatch.check(metrics)
 
-        # The rewards were computed beside the passes.
+        # The rewards were computed beside the passes.  Advantages come from the actor's ranks: each computes those of its own
+        # rows, with statistics of the whole batch.
         metrics |= add_scores(batch, scorings)
-        metrics |= self.compute_advantages(batch)
+        inputs = advantage_inputs(batch, needs, self.kl_controller.value)
+        metrics |= add_outputs(batch, [self.actor.compute_advantages.submit(inputs)])
+        self.mismatch.check(metrics)
+        if self.config.algorithm.use_kl_in_reward:
+            self.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
 
-        # Both updates are submitted before one is waited for.  The critic learns from all tokens; the policy from those that
-        # the rollout correction keeps, as soon as the critic has warmed up.
+        # The policy's loss may weight, reject and choose tokens; the critic learns from all of them.
+        trains_policy = step > self.config.trainer.critic_warmup
+        if trains_policy:
+            metrics |= self.choose_tokens(batch, step)
+
+        # Both updates are submitted before one is waited for; the policy's as soon as the critic has warmed up.
         updates = []
         if self.critic is not None:
             updates.append(self.critic.update_critic.submit(value_inputs(batch)))
-        if step > self.config.trainer.critic_warmup:
-            metrics |= correct_batch(batch, self.config.algorithm.rollout_correction)
-            if needs.selection:
-                batch.batch["selected"] = select_tokens(batch, self.config, step)
+        if trains_policy:
             updates.append(self.actor.update_actor.submit(policy_inputs(batch, needs)))
         for update in updates:
             metrics |= mean_metrics(update.get().meta_info["metrics"])
         if not needs.old_log_probs:  # without a pass of its own the update has measured the mismatch
             self.mismatch.check(metrics)
-        return metrics | timing_per_token(self.timers.so_far(), batch)
+        if isinstance(batch, BatchRef):
+            batch.drop()
+        num_response_tokens = batch.batch["response_length"].sum().item()
+        return metrics | timing_per_token(self.timers.so_far(), metrics["perf/total_num_tokens"], num_response_tokens)
+
+    def choose_tokens(self, batch: Batch, step: int) -> dict[str, float]:
+        """Adds loss_mask and importance_weights where tokens are weighted or rejected, selected where the policy's loss chooses
+        some of them; returns the metrics."""
+        metrics = {} if self.needs.staleness else {"mismatch/masked_share": 0.0}
+        if self.needs.correction:
+            metrics |= add_outputs(batch, [self.actor.rollout_correction.submit(view(batch, CORRECTION))])
+        if self.needs.selection:
+            add_outputs(batch, [self.actor.select_tokens.submit(view(batch, SELECTION, step=step))])
+        return metrics
 
     def deal_rows(self, batch: Batch, step: int) -> Batch:
         """Fixes the mini-batches, and deals their rows to the ranks so that each rank of actor and critic has a part of each.
@@ -147,6 +152,7 @@ class TrainingStep:
         if isinstance(batch, BatchRef):
             batch = self.actor.exchange(batch, "actor")
         else:
+            batch.batch["prompt_length"] = row_lengths(batch) - batch.batch["response_length"]  # recordings of old lack it
             batch = self.actor.place(batch, "actor", key=f"step-{step}")
         if self.needs.reference:
             self.reference.compute_ref_log_prob.bring(model_inputs(batch))
@@ -209,24 +215,36 @@ def add_outputs(batch: Batch, passes: Sequence[Any]) -> dict[str, float]:
 
 
 # The columns that each worker call reads: only these travel.  response_mask are the tokens of the model as they were generated,
-# learn_mask those of the rows that train, loss_mask those of them that the policy's loss counts: none is ever written again.
+# learn_mask those of the rows that train, loss_mask those of them that the policy's loss counts, where a correction has rejected
+# some: none is ever written again.
 
 TOKENS = ("input_ids", "attention_mask")
 MODEL = (*TOKENS, "response_mask")
+REWARD = ("valid", "scores", "token_level_scores", "finish_reason", "baseline_rewards")
+ADVANTAGE = (
+    *("sample_index", "uid", "prompt_length", "response_length", "response_mask"),
+    *("values", "old_log_probs", "ref_log_prob", "sum_pi_squared"),
+)
 VALUE = (*TOKENS, "learn_mask", "critic_mini_batch", "values", "returns")
+CORRECTION = ("sample_index", "learn_mask", "advantages", "old_log_probs", "rollout_log_probs")
+SELECTION = ("sample_index", "mini_batch", "learn_mask", "loss_mask", "advantages", "old_log_probs", "rollout_log_probs")
 POLICY = (
-    *(*TOKENS, "loss_mask", "mini_batch", "advantages"),
-    *("old_log_probs", "ref_log_prob", "importance_weights", "selected", "staleness"),
+    *(*TOKENS, "mini_batch", "advantages"),
+    *("old_log_probs", "ref_log_prob", "importance_weights", "selected"),
 )
 
 
 def view(batch: Batch, names: tuple[str, ...], **meta: object) -> Batch:
     """Returns the named columns of `batch` that exist, without copying, with `meta` as meta_info."""
-    known = batch.names() if isinstance(batch, BatchRef) else set(batch.batch.keys())
-    present = [name for name in names if name in known]
+    present = [name for name in names if name in names_of(batch)]
     selected: Batch = batch.select(batch_keys=present, non_tensor_batch_keys=[], meta_info_keys=[])
     selected.meta_info.update(meta)
     return selected
+
+
+def names_of(batch: Batch) -> set[str]:
+    """Returns the names of the tensor columns that a worker can read."""
+    return batch.names() if isinstance(batch, BatchRef) else set(batch.batch.keys())
 
 
 def model_inputs(batch: Batch) -> Batch:
@@ -239,13 +257,29 @@ def log_prob_inputs(batch: Batch, needs: Requirements) -> Batch:
     return view(batch, MODEL, **({"sum_pi_squared": True} if needs.sum_pi_squared else {}))
 
 
+def advantage_inputs(batch: Batch, needs: Requirements, kl_coef: float) -> Batch:
+    """Returns what the advantages are made of, and with log-probs of the policy those of the rollout, from which the mismatch is
+    measured."""
+    present = names_of(batch)
+    names = [*ADVANTAGE, *REWARD, *sorted(name for name in present if name.startswith(COMPONENT))]
+    if "prompt_length" not in present:
+        names.append("attention_mask")
+    if needs.old_log_probs or needs.bypass:
+        names += ["rollout_log_probs", "policy_version"]
+    return view(batch, tuple(names), kl_coef=kl_coef, policy_version=batch.meta_info.get("policy_version"))
+
+
 def policy_inputs(batch: Batch, needs: Requirements) -> Batch:
     """Returns what the policy's update reads.  The rollout's log-probs go only where the update reads them or where the mismatch
     is measured in the update itself."""
-    names: tuple[str, ...] = POLICY
+    names = [*POLICY, "loss_mask" if "loss_mask" in names_of(batch) else "learn_mask"]
     if needs.rollout_log_probs or not needs.old_log_probs:
-        names = (*POLICY, "rollout_log_probs")
-    return view(batch, names, num_mini_batches=count(batch, "mini_batch"))
+        names.append("rollout_log_probs")
+    meta: dict[str, object] = {"num_mini_batches": count(batch, "mini_batch")}
+    if needs.staleness:
+        names.append("policy_version")
+        meta["policy_version"] = batch.meta_info.get("policy_version")
+    return view(batch, tuple(names), **meta)
 
 
 def value_inputs(batch: Batch) -> Batch:
@@ -286,14 +320,6 @@ def arrange(
     if num_ranks > 1:
         batch.reorder(deal(row_lengths(batch).tolist(), ids, num_ranks, balance=balance))
     return batch
-
-
-def row_lengths(batch: Batch) -> Tensor:
-    """Returns the tokens of prompt and response of each row, (rows,) int64."""
-    columns = batch.batch
-    if "prompt_length" not in columns.keys():
-        return torch.as_tensor(columns["attention_mask"].sum(1))
-    return torch.as_tensor(columns["prompt_length"] + columns["response_length"])
 
 
 def deal(lengths: Sequence[int], ids: Tensor, num_ranks: int, *, balance: bool) -> Tensor:
@@ -341,34 +367,3 @@ def part_sizes(num_rows: int, num_parts: int) -> list[int]:
     """Returns the sizes of `DataProto.chunk`: they differ by at most one, larger ones first."""
     base, more = divmod(num_rows, num_parts)
     return [base + (part < more) for part in range(num_parts)]
-
-
-def select_tokens(batch: DataProto, config: PPOConfig, step: int) -> Tensor:
-    """Returns (rows, response), 1 on the tokens that the loss chose in each mini-batch; in the order of the batch's rows.
-
-    batch: needs sample_index, mini_batch, old_log_probs, advantages and loss_mask.
-    """
-    actor, columns = config.actor_rollout_ref.actor, batch.batch
-    name = actor.policy_loss.loss_mode
-    select = POLICY_LOSSES.companion(name, "select")
-    assert select is not None, f"{name} selects no tokens"
-    kwargs, where = actor.policy_loss.kwargs, "actor_rollout_ref.actor.policy_loss.kwargs"
-    knobs = knobs_for(POLICY_LOSSES.knobs_class(name), actor, kwargs, where=where)
-    selected = torch.zeros(columns["loss_mask"].shape, dtype=torch.uint8)
-    for mini_batch in columns["mini_batch"].unique():
-        rows = (columns["mini_batch"] == mini_batch).nonzero().squeeze(1)
-        rows = rows[columns["sample_index"][rows].argsort()]
-        inputs = SelectionInputs(
-            old_log_probs=old_log_probs(batch, bypass=config.algorithm.rollout_correction.bypass_mode)[rows],
-            advantages=columns["advantages"][rows],
-            response_mask=columns["loss_mask"][rows],
-            keys=token_keys(config.trainer.seed, step, columns["sample_index"][rows].numpy(), selected.shape[1]),
-        )
-        selected[rows] = select(inputs, knobs).to(torch.uint8)
-    return selected
-
-
-def token_keys(seed: int, step: int, samples: np.ndarray, width: int) -> Tensor:
-    """Returns (rows, width) float64 uniforms in [0, 1), a pure function of (seed, step, sample, position)."""
-    keys = [uniforms(seed, Purpose.SELECTION, step, sample, count=width) for sample in samples.tolist()]
-    return torch.from_numpy(np.array(keys).reshape(len(samples), width))

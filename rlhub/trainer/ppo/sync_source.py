@@ -60,11 +60,9 @@ class Generator:
         """Returns the most likely response to each prompt, without log-probs."""
         return self._generate(prompts, ValSamplingConfig(n=1, do_sample=False), self._method("greedy"), log_probs=False)
 
-    def validation(self, prompts: DataProto) -> DataProto:
+    def validation(self, prompts: DataProto) -> Batch:
         """Returns val_kwargs' samples per prompt, without log-probs."""
-        generated = self._generate(prompts, self.config.val_kwargs, self.rollout.generate_sequences, log_probs=False)
-        assert isinstance(generated, DataProto)
-        return generated
+        return self._generate(prompts, self.config.val_kwargs, self._method("validation"), log_probs=False)
 
     def _method(self, purpose: str) -> GroupMethod:
         """Returns the call that generates; by reference, the tokens of each generation stay with the ranks under a key of its

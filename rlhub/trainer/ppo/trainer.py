@@ -102,7 +102,7 @@ class PPOTrainer:
 
     def state(self) -> dict[str, Any]:
         """Returns what the driver must remember besides the workers' weights."""
-        return {"kl_coef": self.train_step.compute_advantages.kl_controller.value} | self.source.state()
+        return {"kl_coef": self.train_step.kl_controller.value} | self.source.state()
 
     def restore(self) -> int:
         """Loads the checkpoint the run resumes from; returns its step, 0 for a fresh start."""
@@ -111,7 +111,7 @@ class PPOTrainer:
             return 0
         self.groups.load(checkpoint.path)
         self.source.load_state(checkpoint.state, checkpoint.path)
-        self.train_step.compute_advantages.kl_controller.value = checkpoint.state["kl_coef"]
+        self.train_step.kl_controller.value = checkpoint.state["kl_coef"]
         return checkpoint.step
 
 
@@ -226,7 +226,7 @@ def policy_roles(
     settings = {
         "train": train,
         "needs_reference": needs_reference and not own_reference,
-        "correction": config.algorithm.rollout_correction,
+        "algorithm": config.algorithm,
     }
     if own_rollout or serves:
         actor = ClassWithInitArgs(ActorWorker, section, runtime, **settings)

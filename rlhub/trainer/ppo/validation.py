@@ -19,9 +19,9 @@ import numpy as np
 
 from rlhub.config.sections.reward import RewardModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
-from rlhub.protocol import DataProto
+from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.rewards import RewardManager, RewardOutcome
-from rlhub.rewards.base import ScoredRows, check_failures
+from rlhub.rewards.base import ScoredRows, check_failures, start_scoring
 from rlhub.rewards.managers import OUTCOMES
 from rlhub.rewards.rows import ROW_TOKENS, response_texts, rows_here
 from rlhub.tracking.spans import RecordSpan, ignore_span
@@ -45,7 +45,7 @@ class ValidationSamples(Protocol):
 
     config: RolloutConfig
 
-    def validation(self, prompts: DataProto) -> DataProto:
+    def validation(self, prompts: DataProto) -> Batch:
         """Returns val_kwargs' samples per prompt, neighbours in prompt order, with the current policy.
 
         Where a workflow's own rewards are a column `scores`, or a sample could not be scored within its episode, the object
@@ -72,7 +72,7 @@ class Validator:
         self.failures = failures
 
     def __call__(self) -> ValidationReport:
-        """Evaluates the current policy."""
+        """Evaluates the current policy.  Of responses by reference only those that are shown come to this process."""
         n = self.generator.config.val_kwargs.n
         scored: list[ScoredSamples] = []
         sources: list[str] = []
@@ -83,14 +83,16 @@ class Validator:
             sources.extend(batch.non_tensor_batch["data_source"][::n].tolist())
             if len(shown) < self.num_shown:
                 shown.extend(self._shown(batch, scored[-1], self.num_shown - len(shown)))
+            if isinstance(batch, BatchRef):
+                batch.drop()
         return ValidationReport(metrics=validation_metrics(joined(scored), sources, n), samples=shown)
 
-    def _scored(self, batch: DataProto) -> ScoredSamples:
+    def _scored(self, batch: Batch) -> ScoredSamples:
         """Scores a batch by the reward, or by the workflows' own rewards where they set some."""
         lengths = batch.batch["response_length"].numpy()
         if "scores" not in batch.batch.keys():
             with self.timers.measure("reward"):
-                result = self.reward(batch)
+                result = start_scoring(self.reward, batch)()
             scores = result.scores.numpy()
             return ScoredSamples(
                 scores=scores,
@@ -107,7 +109,7 @@ class Validator:
         valid = np.array([policy.on_error == "zero" or outcome.error is None for outcome in outcomes], dtype=bool)
         return ScoredSamples(scores=scores, correct=correctness({}, scores), valid=valid, lengths=lengths, failures=failures)
 
-    def _shown(self, batch: DataProto, scored: ScoredSamples, limit: int) -> list[GenerationRow]:
+    def _shown(self, batch: Batch, scored: ScoredSamples, limit: int) -> list[GenerationRow]:
         rows = range(min(limit, len(batch)))
         finished = batch.batch["finish_reason"].tolist()
         texts = response_texts(rows_here(batch.select_idxs(list(rows)).select(list(ROW_TOKENS), [], [])), self.tokenizer)

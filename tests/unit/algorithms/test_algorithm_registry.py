@@ -25,6 +25,7 @@ def test_estimators_work_from_what_their_rows_require_and_not_from_less(name: st
         "baseline_rewards": {"baseline_rewards": torch.zeros(2)},
         "reward_components": {"reward_components": {"right": torch.tensor([1.0, 0.0], dtype=torch.float64)}},
         "components_only": {},
+        "gather": {},
     }
     given = {field: value for need in requires for field, value in needs[need].items()}
     outputs = ADVANTAGE_ESTIMATORS.get(name)(dataclasses.replace(bare, **given), knobs)
@@ -33,7 +34,7 @@ def test_estimators_work_from_what_their_rows_require_and_not_from_less(name: st
     assert outputs.advantages[0, 1] > outputs.advantages[1, 1]
     other = ADVANTAGE_ESTIMATORS.get(name)(dataclasses.replace(bare, **given, token_level_rewards=-rewards), knobs)
     assert torch.equal(other.advantages, outputs.advantages) == ("components_only" in requires)
-    if requires:
+    if given:
         with pytest.raises(AssertionError, match="requires"):
             ADVANTAGE_ESTIMATORS.get(name)(bare, knobs)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.errors import ConfigError
 from rlhub.protocol import DataProto
-from rlhub.rewards.combine import Judge, PartScores, running_numbers
+from rlhub.rewards.combine import NUMBER, Judge, PartScores, judged, running_numbers
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt, read_score
 from tests.unit.rewards.test_managers import Letters, make_batch
 
@@ -38,7 +37,7 @@ class Scripted:
     def __init__(self, answers: list[list[str]]) -> None:
         self.answers, self.asked, self.numbers = answers, [], []  # type: ignore[var-annotated]
 
-    async def __call__(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[list[list[int]]]:
+    def __call__(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[list[list[int]]]:
         self.asked += ["".join(map(chr, ids)) for ids in prompts]
         self.numbers += list(numbers)
         return [[[ord(letter) for letter in text] for text in texts] for texts in self.answers]
@@ -51,26 +50,26 @@ def batch_of(texts: list[str], chats: list[Any] | None = None) -> DataProto:
 
     batch = make_batch(texts)
     batch.non_tensor_batch["raw_chat"] = object_array(chats or [f"q{row}" for row in range(len(texts))])
-    batch.batch["ordinal"] = torch.arange(len(texts)) // 2
+    batch.batch[NUMBER] = torch.arange(len(texts))
     return batch
 
 
-def judged(answers: list[list[str]], texts: list[str], **settings: Any) -> tuple[PartScores, Scripted]:
+def judge_rows(answers: list[list[str]], texts: list[str], **settings: Any) -> tuple[PartScores, Scripted]:
     generate = Scripted(answers)
     config = JudgeConfig(**({"prompt_template": "{question}|{response}|{ground_truth}"} | settings))
     judge = Judge(config=config, policy=Letters(), tokenizer=ChatLetters(), generate=generate)
-    return asyncio.run(judge(batch_of(texts))), generate
+    return judged([judge(batch_of(texts))]), generate
 
 
 def test_it_is_asked_in_its_own_template_all_at_once() -> None:
-    found, generate = judged([["Score: 3"], ["I think 4. Score: 4.5"]], ["ab", "c"])
+    found, generate = judge_rows([["Score: 3"], ["I think 4. Score: 4.5"]], ["ab", "c"])
     assert generate.asked == ["<user>q0|ab|truth 0<assistant>", "<user>q1|c|truth 1<assistant>"]
     assert [one.score for one in found.outcomes] == [3.0, 4.5] and all(one.error is None for one in found.outcomes)
     assert found.metrics == {"reward/judge_num_unreadable": 0.0, "reward/judge_unreadable_share": 0.0}
 
 
 def test_several_judgements_are_averaged_over_the_readable_ones() -> None:
-    found, _ = judged([["Score: 2", "Score: 5", "hm"]], ["a"], n=3, temperature=1.0)
+    found, _ = judge_rows([["Score: 2", "Score: 5", "hm"]], ["a"], n=3, temperature=1.0)
     assert found.outcomes[0].score == 3.5
     assert found.metrics == {"reward/judge_num_unreadable": 1.0, "reward/judge_unreadable_share": 1 / 3}
 
@@ -94,7 +93,7 @@ def test_garbage_and_code_fail_and_never_run(tmp_path: Path) -> None:
     """Two of them hold a number in bounds where the pattern looks: a 1 before "e1"; nothing else may score."""
     mark = tmp_path / "ran"
     answers = [[text.replace("{0}", str(mark))] for text in HOSTILE]
-    found, _ = judged(answers, ["a"] * len(answers))
+    found, _ = judge_rows(answers, ["a"] * len(answers))
     scored = {text: one.score for text, one in zip(HOSTILE, found.outcomes, strict=True) if one.error is None}
     assert scored == {"Score: 1e1 or 10**9**9": 1.0}
     assert {one.error.kind for one in found.outcomes if one.error is not None} == {"bad_value"}
@@ -114,11 +113,11 @@ def test_a_question_too_long_for_the_judge_is_a_failure_and_is_not_asked() -> No
     generate = Scripted([["Score: 1"]])
     config = JudgeConfig(prompt_template="{response}", max_prompt_length=len("<user>ab<assistant>"))
     judge = Judge(config=config, policy=Letters(), tokenizer=ChatLetters(), generate=generate)
-    found = asyncio.run(judge(batch_of(["abc", "ab"])))
+    found = judged([judge(batch_of(["abc", "ab"]))])
     assert generate.asked == ["<user>ab<assistant>"]
     assert found.outcomes[0].error is not None and found.outcomes[0].error.kind == "bad_input"
     assert found.outcomes[1].score == 1.0
-    alone = asyncio.run(judge(batch_of(["abc"])))
+    alone = judged([judge(batch_of(["abc"]))])
     assert alone.outcomes[0].error is not None and len(generate.asked) == 1
 
 
@@ -127,7 +126,7 @@ def test_chats_are_shown_with_their_roles_unless_there_is_one_message() -> None:
     judge = Judge(config=JudgeConfig(prompt_template="{question}#{response}"), policy=Letters(), tokenizer=ChatLetters(),
                   generate=generate)  # fmt: skip
     one = [{"role": "user", "content": "2+2?"}]
-    asyncio.run(judge(batch_of(["a", "b"], [one, [{"role": "system", "content": "Be brief."}, *one]])))
+    judged([judge(batch_of(["a", "b"], [one, [{"role": "system", "content": "Be brief."}, *one]]))])
     assert generate.asked == ["<user>2+2?#a<assistant>", "<user>system: Be brief.\n\nuser: 2+2?#b<assistant>"]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhub.algorithms.inputs import on_last_token
 from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.errors import ConfigError, RegistryError, RewardError
 from rlhub.protocol import DataProto
@@ -19,7 +20,6 @@ from rlhub.rewards.managers import (
     DapoManager,
     NaiveManager,
     OverlongBuffer,
-    on_last_token,
     overlong_penalty,
     reward_target,
 )

@@ -51,7 +51,7 @@ def test_a_template_that_refuses_the_roles() -> None:
         render(Strict(), [SYSTEM], generation=True)
 
 
-def test_padding_on_either_side() -> None:
-    right, left = padded([[1, 2], [3]], left=False).batch, padded([[1, 2], [3]], left=True).batch
-    assert right["input_ids"].tolist() == [[1, 2], [3, 0]] and right["attention_mask"].tolist() == [[1, 1], [1, 0]]
-    assert left["prompts"].tolist() == [[1, 2], [0, 3]] and left["attention_mask"].tolist() == [[1, 1], [0, 1]]
+def test_rows_are_padded_on_the_right() -> None:
+    batch = padded([[1, 2], [3]]).batch
+    assert batch["input_ids"].tolist() == [[1, 2], [3, 0]] and batch["attention_mask"].tolist() == [[1, 1], [1, 0]]
+    assert padded([]).batch["input_ids"].shape == (0, 1)

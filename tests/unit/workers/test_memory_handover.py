@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.workers import actor, base, memory_handover, roles
@@ -106,5 +107,6 @@ def test_the_actor_gives_its_memory_before_another_engine_is_built(monkeypatch: 
 
 def test_a_judge_beside_the_rollout_engine_does_not_sleep_too() -> None:
     runtime = WorkerRuntime(device="cuda", seed=0, max_prompt_length=4, max_response_length=4)
-    judge = JudgeWorker(JudgeConfig(), RolloutConfig(free_cache_engine=True), runtime)
+    policy = ActorRolloutRefConfig(rollout=RolloutConfig(free_cache_engine=True))
+    judge = JudgeWorker(JudgeConfig(), policy, runtime)
     assert not judge.rollout_config.free_cache_engine

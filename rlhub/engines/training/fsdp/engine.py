@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
+from rlhub.engines.training.collectives import gather_rows
 from rlhub.engines.training.fsdp.building import BuildPlan, ShardedAdamW, build_sharded, fill, live_pieces
 from rlhub.engines.training.fsdp.weights import (
     Entry,
@@ -185,6 +186,9 @@ class FSDPEngine(TrainEngine):
         if self.dp_size > 1:
             dist.all_reduce(result, op=REDUCE_OPS[op])
         return result.to(values.device)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return gather_rows(rows, self.device)
 
     # Weights and state
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from rlhub.config.sections.training import MegatronConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
+from rlhub.engines.training.collectives import gather_rows
 from rlhub.engines.training.megatron.optimizer import MegatronAdamW
 from rlhub.engines.training.megatron.passes import (
     MicroBatch,
@@ -268,6 +269,9 @@ class MegatronEngine(TrainEngine):
         if dist.get_world_size(group) > 1:
             dist.all_reduce(result, op=REDUCE_OPS[op], group=group)
         return result.to(values.device)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return gather_rows(rows, self.device, self.parallel.data_group)
 
     # Weights and state
 

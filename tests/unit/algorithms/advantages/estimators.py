@@ -241,8 +241,14 @@ def junk_of(column: Tensor) -> float:
     return float("nan") if column.dtype.is_floating_point else 0
 
 
+def columns_of(inputs: AdvantageInputs) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(inputs) if field.name != "gather"]
+
+
 def changed(inputs: AdvantageInputs, change: Callable[[Tensor], Tensor]) -> AdvantageInputs:
     """`change` applied to every column."""
-    columns: dict[str, Any] = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+    columns: dict[str, Any] = {
+        field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs) if field.name != "gather"
+    }
     components = {name: change(column) for name, column in columns.pop("reward_components").items()}
     return AdvantageInputs(**{name: change(column) for name, column in columns.items()}, reward_components=components)

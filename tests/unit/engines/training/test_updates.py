@@ -69,6 +69,9 @@ class FakeTrainEngine(TrainEngine):
                 totals[name] = totals.get(name, 0.0) + float(value.detach())
         return totals
 
+    def gather(self, rows: Tensor) -> Tensor:
+        raise NotImplementedError
+
     def optimizer_step(self) -> StepReport:
         self.gradients.append([parameter.grad.clone() for parameter in self.parameters])
         norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in self.gradients[-1]))

@@ -1,110 +1,12 @@
-"""Metrics of a batch against counts by hand; what is outside the mask must not show."""
+"""Metrics that ranks return, and milliseconds per token."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
-import torch
 
-from rlhub.algorithms.statistics import Moments, batch_moments, row_moments
-from rlhub.protocol import DataProto
-from rlhub.trainer.ppo.metrics import batch_metrics, mean_metrics, metric_rows, spread, timing_per_token
+from rlhub.trainer.ppo.metrics import mean_metrics, timing_per_token
 
-NAN = math.nan
-
-
-def batch_of(*, values: bool = True, outside: float = NAN) -> DataProto:
-    """Prompts up to 3 tokens, responses up to 2; the third row's response is empty, the fourth has no valid score."""
-    x = outside
-    tensors = {
-        "response_mask": torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1]]),
-        "response_length": torch.tensor([2, 1, 0, 2]),
-        "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 0, 1, 0, 0], [0, 1, 1, 1, 1]]),
-        "finish_reason": torch.tensor([1, 0, 2, 0]),
-        "valid": torch.tensor([True, True, True, False]),
-        "scores": torch.tensor([1.0, 0.5, 0.0, -9.0]),
-        "token_level_rewards": torch.tensor([[0.25, 1.0], [0.5, x], [x, x], [7e7, -7e7]]),
-        "advantages": torch.tensor([[-1.0, 2.0], [0.5, x], [x, x], [7e7, -7e7]]),
-        "returns": torch.tensor([[1.25, 1.0], [0.5, x], [x, x], [7e7, -7e7]]),
-    }
-    if values:
-        tensors["values"] = torch.tensor([[3.0, 4.0], [5.0, x], [x, x], [7e7, -7e7]])
-    return DataProto.from_dict(tensors=tensors)
-
-
-EXPECTED = {
-    "response_length/mean": 1.25,
-    "response_length/max": 2.0,
-    "response_length/min": 0.0,
-    "response_length/clip_ratio": 1 / 4,
-    "prompt_length/mean": 2.0,
-    "prompt_length/max": 3.0,
-    "prompt_length/min": 1.0,
-    "critic/score/mean": 0.5,
-    "critic/score/max": 1.0,
-    "critic/score/min": 0.0,
-    "reward/mean": 0.5,
-    "reward/std": math.sqrt((0.25 + 0 + 0.25) / 3),
-    "critic/rewards/mean": 1.75 / 3,
-    "critic/rewards/max": 1.25,
-    "critic/rewards/min": 0.0,
-    "critic/advantages/mean": 0.5,
-    "critic/advantages/max": 2.0,
-    "critic/advantages/min": -1.0,
-    "critic/returns/mean": 2.75 / 3,
-    "critic/returns/max": 1.25,
-    "critic/returns/min": 0.5,
-    "critic/values/mean": 4.0,
-    "critic/values/max": 5.0,
-    "critic/values/min": 3.0,
-    "perf/total_num_tokens": 13.0,
-}
-
-
-def measured(batch: DataProto) -> dict[str, float]:
-    return batch_metrics(metric_rows(batch, batch.batch["valid"]))
-
-
-@pytest.mark.parametrize("outside", [NAN, 0.0, 1e9])
-def test_batch_metrics(outside: float) -> None:
-    assert measured(batch_of(outside=outside)) == pytest.approx(EXPECTED)
-
-
-def test_a_mask_that_lets_padding_through_shows() -> None:
-    """The control: were the empty row's tokens counted, the metrics would tell."""
-    batch = batch_of(outside=1e9)
-    batch.batch["response_mask"] = torch.ones(4, 2).long()
-    assert measured(batch)["critic/advantages/max"] == 1e9
-
-
-def test_a_score_that_is_not_valid_would_show() -> None:
-    """The control: the fourth row's numbers are far outside the others'."""
-    batch = batch_of()
-    batch.batch["valid"] = torch.ones(4, dtype=torch.bool)
-    metrics = measured(batch)
-    assert (metrics["critic/score/min"], metrics["critic/advantages/max"]) == (-9.0, pytest.approx(7e7))
-
-
-def test_without_a_critic_there_are_no_values() -> None:
-    metrics = measured(batch_of(values=False))
-    assert metrics == pytest.approx({name: value for name, value in EXPECTED.items() if not name.startswith("critic/values")})
-
-
-def test_a_batch_whose_responses_are_all_empty() -> None:
-    batch = batch_of()
-    batch.batch["response_mask"] = torch.zeros(4, 2).long()
-    metrics = measured(batch)
-    assert not any(name.startswith(("critic/advantages", "critic/returns", "critic/values")) for name in metrics)
-    assert metrics["critic/rewards/max"] == 0.0
-
-
-def test_spread_takes_integers_and_skips_nothing_at_all() -> None:
-    def moments(values: torch.Tensor) -> Moments:
-        return batch_moments(row_moments(values, torch.ones_like(values)))
-
-    assert spread("x", moments(torch.tensor([1, 2, 6]))) == {"x/mean": 3.0, "x/max": 6, "x/min": 1}
-    assert spread("x", moments(torch.zeros(0))) == {}
+TOKENS, RESPONSE_TOKENS = 13.0, 5.0
 
 
 def test_metrics_of_several_ranks_are_averaged_and_single_ones_kept() -> None:
@@ -116,48 +18,16 @@ def test_a_metric_that_no_rank_gave_is_left_out() -> None:
     assert mean_metrics({"a": [], "b": [2.0]}) == {"b": 2.0}
 
 
-def test_means_of_the_largest_floats_are_finite() -> None:
-    """Against exact sums: float32 overflows with the second of them."""
-    batch = batch_of()
-    for name in ("advantages", "returns", "values", "token_level_rewards"):
-        batch.batch[name] = torch.full((4, 2), 3e38)
-    batch.batch["scores"] = torch.tensor([3e38, 3e38, -1e38, 0.0])
-    metrics = measured(batch)
-    assert all(map(math.isfinite, metrics.values())), metrics
-    scores = [float(x) for x in batch.batch["scores"][:3].double()]
-    mean = math.fsum(scores) / 3
-    assert metrics["reward/mean"] == metrics["critic/score/mean"] == pytest.approx(mean)
-    assert metrics["reward/std"] == pytest.approx(math.sqrt(math.fsum(((x - mean) / 1e38) ** 2 for x in scores) / 3) * 1e38)
-    assert metrics["critic/rewards/max"] == pytest.approx(6e38)
-
-
-def test_a_batch_without_any_valid_score_has_no_mean_reward() -> None:
-    batch = batch_of()
-    batch.batch["valid"] = torch.zeros(4, dtype=torch.bool)
-    assert all(map(math.isfinite, measured(batch).values())) and "reward/mean" not in measured(batch)
-
-
-def test_metrics_are_bit_equal_when_ranks_compute_those_of_their_rows() -> None:
-    batch, whole = batch_of(outside=1e9), measured(batch_of(outside=1e9))
-    for ranks in ([[0, 1], [2, 3]], [[3, 1], [0], [2]], [[3], [2], [1], [0]]):
-        order = torch.tensor([row for rows in ranks for row in rows]).argsort()
-        parts = [metric_rows(part, part.batch["valid"]) for part in (batch.select_idxs(rows) for rows in ranks)]
-        assert batch_metrics({name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}) == whole
-
-
 def test_milliseconds_per_token_of_the_phases_that_ran() -> None:
-    """5 response tokens; 13 with the prompts."""
     timings = {"timing_s/generate_sequences": 0.5, "timing_s/compute_ref_log_prob": 1.3, "timing_s/update_actor": 2.6}
-    assert timing_per_token(timings | {"timing_s/reward": 9.0}, batch_of()) == pytest.approx(
+    assert timing_per_token(timings | {"timing_s/reward": 9.0}, TOKENS, RESPONSE_TOKENS) == pytest.approx(
         {"timing_per_token_ms/gen": 100.0, "timing_per_token_ms/ref": 100.0, "timing_per_token_ms/update_actor": 200.0}
     )
-    others = {"timing_s/compute_values": 0.013, "timing_s/advantages": 0.026, "timing_s/update_critic": 0.039}
-    assert timing_per_token(others, batch_of()) == pytest.approx(
+    others = {"timing_s/compute_values": 0.013, "timing_s/compute_advantages": 0.026, "timing_s/update_critic": 0.039}
+    assert timing_per_token(others, TOKENS, RESPONSE_TOKENS) == pytest.approx(
         {"timing_per_token_ms/values": 1.0, "timing_per_token_ms/adv": 2.0, "timing_per_token_ms/update_critic": 3.0}
     )
 
 
 def test_without_a_response_token_generation_has_no_time_per_token() -> None:
-    batch = batch_of()
-    batch.batch["response_length"] = torch.zeros(4, dtype=torch.int64)
-    assert timing_per_token({"timing_s/generate_sequences": 0.5}, batch) == {}
+    assert timing_per_token({"timing_s/generate_sequences": 0.5}, TOKENS, 0.0) == {}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from rlhub.algorithms.estimation import reward_components
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import RewardResult
-from rlhub.trainer.ppo.advantages import reward_components
 from rlhub.trainer.ppo.scoring import Samples, Scorer, add_scores, component
 from rlhub.utils.timing import PhaseTimer
 
@@ -94,7 +94,7 @@ def test_scores_that_were_waited_for_are_not_added_again() -> None:
 def test_numbers_become_components_and_texts_do_not() -> None:
     rows = batch()
     Scorer(reward=CountingReward(result(EXTRA)), timers=PhaseTimer(), components=True).score_rows(rows)
-    found = reward_components(rows)
+    found = reward_components(dict(rows.batch.items()))
     assert {name: column.tolist() for name, column in found.items()} == {"correct": [1.0, 0.0, 1.0], "format": [1.0, 2.0, 0.5]}
     assert all(column.dtype == torch.float64 for column in found.values())
 
@@ -102,7 +102,7 @@ def test_numbers_become_components_and_texts_do_not() -> None:
 def test_components_are_kept_only_for_those_who_read_them() -> None:
     rows = batch()
     Scorer(reward=CountingReward(result(EXTRA)), timers=PhaseTimer()).score_rows(rows)
-    assert reward_components(rows) == {}
+    assert reward_components(dict(rows.batch.items())) == {}
 
 
 def test_a_row_without_the_number_is_named() -> None:

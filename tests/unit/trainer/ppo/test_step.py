@@ -14,16 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.kl import AdaptiveKLController, FixedKLController
+from rlhub.algorithms import estimation
+from rlhub.algorithms.estimation import ColumnOutputs, own_group_when_invalid
+from rlhub.algorithms.gather import Gather
+from rlhub.algorithms.inputs import on_last_token
+from rlhub.algorithms.kl import AdaptiveKLController, FixedKLController, build_kl_controller
 from rlhub.algorithms.masked import masked
 from rlhub.config.sections.algorithm import KLControlConfig
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import ConfigError, RegistryError, RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import RewardResult
-from rlhub.trainer.ppo import advantages as advantages_module
 from rlhub.trainer.ppo import step as step_module
-from rlhub.trainer.ppo.advantages import build_kl_controller, own_group_when_invalid
 from rlhub.trainer.ppo.requirements import num_mini_batches
 from rlhub.trainer.ppo.scoring import Samples, build_scorer
 from rlhub.trainer.ppo.step import TrainingStep
@@ -75,6 +78,7 @@ class FakeGroup:
     role: str
     calls: list[Call]
     dp_size: int = 1
+    config: PPOConfig = field(default_factory=PPOConfig)
     metrics: dict[str, Any] = field(default_factory=dict)
     waited: list[tuple[str, int]] = field(default_factory=list)
 
@@ -100,6 +104,27 @@ class FakeGroup:
         return DataProto.from_dict(tensors={"values": token_value(self._note("compute_values", batch), 0.01)})
 
     @remote
+    def compute_advantages(self, batch: DataProto) -> DataProto:
+        columns, meta = self._note("compute_advantages", batch), batch.meta_info
+        settings = {"kl_coef": meta["kl_coef"], "version": meta["policy_version"]}
+        masked_out = self.config.actor_rollout_ref.actor.mask_truncated
+        outputs = estimation.compute_advantages(
+            columns, gather_of(columns), self.config.algorithm, **settings, mask_truncated=masked_out
+        )
+        return answer(outputs)
+
+    @remote
+    def rollout_correction(self, batch: DataProto) -> DataProto:
+        columns, config = self._note("rollout_correction", batch), self.config.algorithm.rollout_correction
+        return answer(estimation.rollout_correction(columns, gather_of(columns), config))
+
+    @remote
+    def select_tokens(self, batch: DataProto) -> DataProto:
+        columns, actor = self._note("select_tokens", batch), self.config.actor_rollout_ref.actor
+        step, seed = batch.meta_info["step"], self.config.trainer.seed
+        return answer(estimation.select_tokens(columns, gather_of(columns), actor, seed=seed, step=step))
+
+    @remote
     def update_actor(self, batch: DataProto) -> DataProto:
         self._note("update_actor", batch)
         return DataProto(meta_info={"metrics": self.metrics or {"actor/loss": [1.0, 3.0]}})
@@ -108,6 +133,14 @@ class FakeGroup:
     def update_critic(self, batch: DataProto) -> DataProto:
         self._note("update_critic", batch)
         return DataProto(meta_info={"metrics": {"critic/vf_loss": 4.0}})
+
+
+def gather_of(columns: dict[str, Tensor]) -> Gather:
+    return Gather.of(columns["sample_index"])
+
+
+def answer(outputs: ColumnOutputs) -> DataProto:
+    return DataProto.from_dict(tensors=outputs.columns, meta_info={"metrics": outputs.metrics})
 
 
 def log_probs_of(group: FakeGroup, batch: DataProto) -> DataProto:
@@ -186,7 +219,7 @@ def config_of(
     estimator: str = "grpo", *, mini: int | None = None, kl_loss: bool = False, kl_reward: bool = False, samples: int = 2
 ) -> PPOConfig:
     """mini: prompts in an optimizer step; None: all of the batch."""
-    config = PPOConfig()
+    config = PPOConfig(trainer=TrainerConfig(batches="driver"))  # the fake groups have no stores
     config.algorithm.adv_estimator, config.algorithm.use_kl_in_reward = estimator, kl_reward
     config.algorithm.kl_ctrl.kl_coef = 0.5
     config.data.train_batch_size = ROWS // samples
@@ -259,7 +292,7 @@ def step_of(
     spoilt: int = 0,
 ) -> TrainingStep:
     """The step over fakes, which trains on the last of these batches after that many spoilt ones."""
-    timers = PhaseTimer()
+    timers, actor.config = PhaseTimer(), config
     return TrainingStep(
         config=config,
         source=FakeSource(calls, iter(batches), spoilt),  # type: ignore[arg-type]
@@ -279,10 +312,11 @@ def test_calls_that_do_not_need_each_other_are_sent_before_one_is_waited_for() -
     run = learn(config_of("gae", mini=1, kl_loss=True))
     actor, critic = run.train_step.actor, run.train_step.critic
     assert isinstance(actor, FakeGroup) and isinstance(critic, FakeGroup)
-    num_passes, num_all = 6, 8  # with publication, sampling and the reward
+    num_passes, num_all = 6, 9  # with publication, sampling and the reward
     assert actor.waited == [
         ("actor.compute_log_prob", num_passes),
         ("actor.compute_ref_log_prob", num_passes),
+        ("actor.compute_advantages", num_passes + 1),
         ("actor.update_actor", num_all),
     ]
     assert critic.waited == [("critic.compute_values", num_passes), ("critic.update_critic", num_all)]
@@ -301,17 +335,18 @@ def test_scores_that_a_source_chooses_by_are_waited_for_there() -> None:
 
 
 START = ("publish", "sample", "reward")
+ADVANTAGES = "actor.compute_advantages"
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, [*START, "actor.update_actor"]),
-        ({"mini": 2}, [*START, "actor.compute_log_prob", "actor.update_actor"]),
-        ({"kl_loss": True}, [*START, "actor.compute_ref_log_prob", "actor.update_actor"]),
-        ({"kl_reward": True}, [*START, "actor.compute_log_prob", "actor.compute_ref_log_prob", "actor.update_actor"]),
-        ({"estimator": "rloo"}, [*START, "actor.update_actor"]),
-        ({"estimator": "gae"}, [*START, "critic.compute_values", "critic.update_critic", "actor.update_actor"]),
+        ({}, [*START, ADVANTAGES, "actor.update_actor"]),
+        ({"mini": 2}, [*START, "actor.compute_log_prob", ADVANTAGES, "actor.update_actor"]),
+        ({"kl_loss": True}, [*START, "actor.compute_ref_log_prob", ADVANTAGES, "actor.update_actor"]),
+        ({"kl_reward": True}, [*START, "actor.compute_log_prob", "actor.compute_ref_log_prob", ADVANTAGES, "actor.update_actor"]),
+        ({"estimator": "rloo"}, [*START, ADVANTAGES, "actor.update_actor"]),
+        ({"estimator": "gae"}, [*START, "critic.compute_values", ADVANTAGES, "critic.update_critic", "actor.update_actor"]),
         (
             {"estimator": "gae", "mini": 1, "kl_loss": True},
             [
@@ -319,6 +354,7 @@ START = ("publish", "sample", "reward")
                 "actor.compute_log_prob",
                 "actor.compute_ref_log_prob",
                 "critic.compute_values",
+                ADVANTAGES,
                 "critic.update_critic",
                 "actor.update_actor",
             ],
@@ -334,7 +370,7 @@ def test_each_generation_is_scored_once_and_only_the_last_is_trained() -> None:
     calls: list[Call] = []
     batches = [rollout_batch() for _ in range(3)]
     metrics = step_of(config_of(), calls, FakeGroup("actor", calls), None, batches, {6}, spoilt=2)(1, iter(()))
-    assert [call.name for call in calls] == ["publish", *["sample", "reward"] * 3, "actor.update_actor"]
+    assert [call.name for call in calls] == ["publish", *["sample", "reward"] * 3, ADVANTAGES, "actor.update_actor"]
     assert metrics["reward/num_failed"] == 3.0 and metrics["sampling/of_the_source"] == 1.0
     assert ["advantages" in batch.batch.keys() for batch in batches] == [False, False, True]
 
@@ -354,16 +390,28 @@ def test_while_the_critic_warms_up_the_policy_stays() -> None:
 # What is sent
 
 
+ONE_NUMBER = {"sample_index", "uid", "valid", "scores", "finish_reason", "response_length"}
+OF_ADVANTAGES: dict[str, Callable[[TrainingStep], bool]] = {
+    "values": lambda step: step.critic is not None,
+    "old_log_probs": lambda step: step.needs.old_log_probs,
+    "rollout_log_probs": lambda step: step.needs.old_log_probs,
+    "ref_log_prob": lambda step: step.needs.reference,
+}
+
+
 def check_sent(run: Run, policy: set[str]) -> None:
-    """Forward passes get the model's inputs, updates what they read, and nothing else travels."""
+    """Forward passes get the model's inputs, advantages and updates what they read, and nothing else travels."""
+    config = run.train_step.config
+    read = {name for name, wanted in OF_ADVANTAGES.items() if wanted(run.train_step)}
     expected = {
-        "actor.update_actor": TOKENS | {"loss_mask", "mini_batch", "advantages"} | policy,
+        ADVANTAGES: {"attention_mask", "response_mask", *ONE_NUMBER} | read,
+        "actor.update_actor": TOKENS | {"learn_mask", "mini_batch", "advantages"} | policy,
         "critic.update_critic": TOKENS | {"learn_mask", "mini_batch", "values", "returns"},
     }
     for call in run.calls[len(START) :]:
         assert set(call.columns) == expected.get(call.name, MODEL), call.name
-        updates = call.name in expected
-        assert call.meta == ({"num_mini_batches": num_mini_batches(run.train_step.config)} if updates else {})
+        updates = {"num_mini_batches": num_mini_batches(config)} if call.name in expected else {}
+        assert call.meta == ({"kl_coef": 0.5, "policy_version": None} if call.name == ADVANTAGES else updates)
         assert not call.arrays
 
 
@@ -383,7 +431,9 @@ def test_only_the_columns_that_are_read_are_sent(settings: dict[str, Any], polic
 @pytest.mark.parametrize(("settings", "policy"), SENT)
 def test_sending_the_whole_batch_is_caught(settings: dict[str, Any], policy: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def whole(batch: DataProto, names: tuple[str, ...], **meta: object) -> DataProto:
-        return batch.select(meta_info_keys=[])
+        everything = batch.select(meta_info_keys=[])
+        everything.meta_info.update(meta)
+        return everything
 
     monkeypatch.setattr(step_module, "view", whole)
     with pytest.raises(AssertionError):
@@ -430,13 +480,13 @@ def test_rows_without_a_valid_reward_move_nobodys_baseline_and_do_not_train() ->
     """Groups of four: a missing sample leaves a spread."""
     run = learn(config_of(samples=4), invalid={1, 6})
     check_advantages(run, {1, 6})
-    mask = run.sent("actor.update_actor").columns["loss_mask"]
+    mask = run.sent("actor.update_actor").columns["learn_mask"]
     assert mask.sum(1).tolist() == [0 if row in (1, 6) else LENGTHS[row] for row in range(ROWS)]
     assert run.metrics["actor/masked_samples"] == 2.0
 
 
 def test_leaving_invalid_rows_in_their_group_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advantages_module, "own_group_when_invalid", lambda uid, valid: uid)
+    monkeypatch.setattr(estimation, "own_group_when_invalid", lambda uid, valid, sample_index: uid)
     with pytest.raises(AssertionError):
         check_advantages(learn(config_of(samples=4), invalid={1, 6}), {1, 6})
 
@@ -480,7 +530,7 @@ def test_scores_near_the_largest_have_finite_metrics_or_an_error_that_names_the_
 
 def test_invalid_rows_get_ids_that_no_prompt_has() -> None:
     uid, valid = torch.tensor([0, 0, 1, 1]), torch.tensor([True, False, False, True])
-    groups = own_group_when_invalid(uid, valid).tolist()
+    groups = own_group_when_invalid(uid, valid, torch.tensor([4, 7, 5, 6])).tolist()
     assert (groups[0], groups[3]) == (0, 1)
     assert len(set(groups)) == 4
 
@@ -489,7 +539,7 @@ def test_forward_passes_and_the_critic_see_every_token_but_only_valid_rows_train
     run = learn(config_of("gae", mini=2), invalid={3})
     for name in ("actor.compute_log_prob", "critic.compute_values"):
         assert run.sent(name).columns["response_mask"].sum(1).tolist() == LENGTHS
-    for name, mask in (("critic.update_critic", "learn_mask"), ("actor.update_actor", "loss_mask")):
+    for name, mask in (("critic.update_critic", "learn_mask"), ("actor.update_actor", "learn_mask")):
         assert run.sent(name).columns[mask].sum(1).tolist() == [0 if row == 3 else length for row, length in enumerate(LENGTHS)]
 
 
@@ -500,12 +550,20 @@ def test_truncated_rows_are_left_out_of_the_loss_if_asked_but_not_of_the_baselin
     config.actor_rollout_ref.actor.mask_truncated = masked_out
     run = learn(config)
     check_advantages(run, set())
-    lengths = run.sent("actor.update_actor").columns["loss_mask"].sum(1).tolist()
+    lengths = run.sent("actor.update_actor").columns["learn_mask"].sum(1).tolist()
     assert lengths == [0 if masked_out and row in (1, 4) else LENGTHS[row] for row in range(ROWS)]
     assert run.metrics["actor/masked_samples"] == (2.0 if masked_out else 0.0)
 
 
 # KL in the reward
+
+
+def rewards_of(run: Run) -> Tensor:
+    """What the estimator was given, from what the step sent."""
+    call = run.sent(ADVANTAGES)
+    scored = masked(call.columns["response_mask"], call.columns["valid"][:, None])
+    algorithm, gather = run.train_step.config.algorithm, gather_of(call.columns)
+    return estimation.token_rewards(call.columns, scored, gather, algorithm, call.meta["kl_coef"])[0]
 
 
 def test_the_reward_loses_beta_times_the_kl_of_old_and_reference() -> None:
@@ -515,8 +573,8 @@ def test_the_reward_loses_beta_times_the_kl_of_old_and_reference() -> None:
     expected = [[-0.5 * value for value in row] for row in kl]
     for row, length in enumerate(LENGTHS):
         expected[row][length - 1] += SCORES[row]
-    torch.testing.assert_close(run.batch.batch["token_level_rewards"], torch.tensor(expected))
-    assert torch.equal(run.batch.batch["token_level_scores"].sum(1), torch.tensor(SCORES))
+    torch.testing.assert_close(rewards_of(run), torch.tensor(expected))
+    assert torch.equal(run.batch.batch["scores"], torch.tensor(SCORES)) and "token_level_scores" not in run.batch.batch.keys()
     per_row = [references.mean(references.inside([row], [m])) for row, m in zip(kl, mask, strict=True)]
     assert run.metrics["actor/reward_kl_penalty"] == pytest.approx(references.mean(per_row), rel=1e-5)
     assert run.metrics["actor/reward_kl_penalty_coeff"] == 0.5
@@ -530,8 +588,8 @@ def test_rewards_are_whitened_after_the_kl_over_the_tokens_that_train(whitened: 
     """Row 6 has no valid score: neither its tokens nor their KL move the spread."""
     config = config_of(kl_reward=True)
     config.algorithm.whiten_rewards = whitened
-    got = learn(config, invalid={6}).batch.batch["token_level_rewards"]
-    plain = learn(config_of(kl_reward=True), invalid={6}).batch.batch["token_level_rewards"]
+    got = rewards_of(learn(config, invalid={6}))
+    plain = rewards_of(learn(config_of(kl_reward=True), invalid={6}))
     mask = [[0] * RESPONSE if row == 6 else keep for row, keep in enumerate(rollout_batch().batch["response_mask"].tolist())]
     kept = references.inside(plain.tolist(), mask)
     centre, spread = references.mean(kept), (references.variance(kept) + 1e-8) ** 0.5
@@ -545,7 +603,7 @@ def test_rewards_are_whitened_after_the_kl_over_the_tokens_that_train(whitened: 
 
 def test_without_it_rewards_are_the_scores_and_no_coefficient_is_told() -> None:
     run = learn(config_of(kl_loss=True))
-    assert torch.equal(run.batch.batch["token_level_rewards"], run.batch.batch["token_level_scores"])
+    assert torch.equal(rewards_of(run), on_last_token(torch.tensor(SCORES), rollout_batch().batch["response_mask"]))
     assert not any("reward_kl" in name for name in run.metrics)
 
 
@@ -554,7 +612,7 @@ def test_an_adaptive_coefficient_moves_once_a_step_by_the_number_of_samples() ->
     config.algorithm.kl_ctrl = KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=100)
     run = learn(config)
     assert run.metrics["actor/reward_kl_penalty"] > 0.12  # far above the target: the error is clipped
-    assert run.train_step.compute_advantages.kl_controller.value == pytest.approx(0.5 * (1 + 0.2 * ROWS / 100))
+    assert run.train_step.kl_controller.value == pytest.approx(0.5 * (1 + 0.2 * ROWS / 100))
     assert run.metrics["actor/reward_kl_penalty_coeff"] == 0.5  # the one that was used
 
 
@@ -581,7 +639,7 @@ def test_metrics_come_from_the_reward_the_batch_the_estimator_and_both_updates()
     assert run.metrics["critic/score/mean"] == pytest.approx(references.mean(SCORES))
     assert run.metrics["response_length/clip_ratio"] == 1 / ROWS
     assert learn(config_of()).metrics["groups/all_equal"] == 0.25
-    assert {"timing_s/reward", "timing_s/advantages"} <= set(run.train_step.timers.drain())
+    assert "timing_s/reward" in run.train_step.timers.drain()
 
 
 def test_the_estimators_knobs_come_from_the_settings() -> None:

@@ -8,10 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rlhub.algorithms import estimation
+from rlhub.algorithms.estimation import token_keys
+from rlhub.algorithms.gather import Gather
 from rlhub.algorithms.inputs import PolicyLossInputs
 from rlhub.algorithms.masked import Denominators, aggregate, masked
 from rlhub.algorithms.registry import POLICY_LOSSES
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.step import (
     arrange,
@@ -19,8 +23,6 @@ from rlhub.trainer.ppo.step import (
     mini_batch_ids,
     number_samples,
     part_sizes,
-    select_tokens,
-    token_keys,
 )
 from tests.unit.trainer.ppo.test_step import config_of, learn
 
@@ -97,7 +99,7 @@ SELECTING = [name for name in POLICY_LOSSES.names() if "select" in POLICY_LOSSES
 
 
 def config_for(name: str) -> PPOConfig:
-    config = PPOConfig()
+    config = PPOConfig(trainer=TrainerConfig(batches="driver"))  # the fake groups have no stores
     config.actor_rollout_ref.actor.policy_loss.loss_mode = name
     config.actor_rollout_ref.actor.policy_loss.kwargs = dict(KNOBS[name])
     return config
@@ -123,6 +125,12 @@ def drawn_batch(*, num_ranks: int, shuffle_seed: int | None = None) -> DataProto
     )
     number_samples(batch)
     return arrange(batch, rows_per_mini_batch=MINI, num_ranks=num_ranks, balance=True, shuffle_seed=shuffle_seed)
+
+
+def select_tokens(batch: DataProto, config: PPOConfig, step: int) -> Tensor:
+    columns, actor = dict(batch.batch.items()), config.actor_rollout_ref.actor
+    outputs = estimation.select_tokens(columns, Gather.of(columns["sample_index"]), actor, seed=config.trainer.seed, step=step)
+    return outputs.columns["selected"]
 
 
 def by_sample(batch: DataProto, column: Tensor) -> Tensor:
@@ -211,7 +219,7 @@ def test_a_step_sends_the_selection_and_makes_the_pass_it_reads(dp_size: int) ->
     run = learn(config, dp_size=dp_size)
     assert "actor.compute_log_prob" in run.names()
     sent = run.sent("actor.update_actor").columns
-    assert sent["selected"].sum() == sent["loss_mask"].sum() // 2
+    assert sent["selected"].sum() == sent["learn_mask"].sum() // 2
     assert "sample_index" not in sent and "old_log_probs" in sent
 
 

@@ -89,7 +89,7 @@ class FakeStep:
 
     def __init__(self, recorded: Recorded) -> None:
         self.source = recorded
-        self.compute_advantages = SimpleNamespace(kl_controller=SimpleNamespace(value=0.1))
+        self.kl_controller = SimpleNamespace(value=0.1)
 
     def __call__(self, step: int, prompts: Iterator[Any]) -> dict[str, float]:
         return self.source.take_step(step, prompts)

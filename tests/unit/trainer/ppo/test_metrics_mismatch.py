@@ -1,4 +1,4 @@
-"""The correction on the driver: which columns and metrics come of it, and what it leaves alone."""
+"""The correction and the measured mismatch in the training step: what travels for them, which passes they need, and the bound."""
 
 from __future__ import annotations
 
@@ -10,22 +10,18 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlhub.algorithms import estimation
+from rlhub.algorithms.mismatch import staleness_of
 from rlhub.algorithms.registry import POLICY_LOSSES
 from rlhub.config.rules.derive import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RemoteConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
-from rlhub.errors import PolicyMismatchError
+from rlhub.config.sections.trainer import TrainerConfig
+from rlhub.errors import PolicyMismatchError, ProtocolError
 from rlhub.protocol import DataProto
 from rlhub.registry import Row
-from rlhub.trainer.ppo.advantages import (
-    MismatchBound,
-    add_staleness,
-    correct_batch,
-    measure_mismatch,
-    mismatch_bound,
-    mismatch_by_staleness,
-)
+from rlhub.trainer.ppo.metrics import MismatchBound, mismatch_bound
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.step import policy_inputs
@@ -34,18 +30,16 @@ from tests.unit.trainer.ppo.test_step import LENGTHS, FakeSource, Run, learn
 from tests.unit.trainer.ppo.test_step import config_of as step_config
 
 OLD = [[-1.0, -2.0, -3.0], [-1.0, -1.5, 0.0]]
-RATIO = [[3.0, 1.0, 0.25], [1.0, 0.9, 50.0]]
 MASK = [[1, 1, 1], [1, 1, 0]]
 
 
 def batch_of(**columns: torch.Tensor) -> DataProto:
-    """pi_old / mu is RATIO; the last token of row 1 is masked."""
     old = torch.tensor(OLD)
     tensors = {
         "input_ids": torch.zeros(2, 5, dtype=torch.int64),
         "attention_mask": torch.ones(2, 5, dtype=torch.int64),
         "old_log_probs": old,
-        "rollout_log_probs": old - torch.tensor(RATIO).log(),
+        "rollout_log_probs": old - 0.1,
         "response_mask": torch.tensor(MASK),
         "learn_mask": torch.tensor(MASK),
         "advantages": torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]),
@@ -59,108 +53,35 @@ def settings(**changes: object) -> RolloutCorrectionConfig:
 
 
 def config_of(mini: int = 8, **changes: object) -> PPOConfig:
-    config = PPOConfig()
+    config = PPOConfig(trainer=TrainerConfig(batches="driver"))  # the fake groups have no stores
     config.algorithm.adv_estimator = "grpo"
     config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size = 8, mini
     config.algorithm.rollout_correction = settings(**changes)
     return config
 
 
-# Columns and metrics
-
-
-def test_weights_become_a_column_and_rejected_tokens_leave_the_loss() -> None:
-    batch = batch_of()
-    metrics = correct_batch(batch, settings(rollout_is="token", rollout_rs=["token_k1"], rollout_rs_threshold=["0.2_2.0"]))
-    weights = batch.batch["importance_weights"]
-    torch.testing.assert_close(weights, torch.tensor([[2.0, 1.0, 0.25], [1.0, 0.9, 0.0]]), rtol=1e-5, atol=0)
-    assert weights.dtype == torch.float32
-    assert batch.batch["loss_mask"].tolist() == [[1, 1, 0], [1, 1, 0]] and batch.batch["loss_mask"].dtype == torch.int64
-    assert batch.batch["learn_mask"].tolist() == batch.batch["response_mask"].tolist() == MASK
-    assert metrics == pytest.approx(
-        {
-            "correction/rejected/token_k1": 1 / 5,
-            "correction/outside_share": 1 / 5,
-            "correction/weight_mean": (2.0 + 1.0 + 0.25 + 1.0 + 0.9) / 5,
-            "correction/weight_min": 0.9,
-            "correction/weight_max": 2.0,
-            "mismatch/masked_share": 1 / 5,
-        },
-        rel=1e-5,
-    )
-
-
-def test_batch_normalisation_tells_what_it_divided_by() -> None:
-    batch = batch_of()
-    metrics = correct_batch(batch, settings(rollout_is="token", rollout_is_batch_normalize=True))
-    mean = (2.0 + 1.0 + 0.25 + 1.0 + 0.9) / 5
-    assert metrics["correction/batch_norm_factor"] == pytest.approx(mean, rel=1e-5)
-    assert metrics["correction/weight_mean"] == pytest.approx(1.0)
-    assert batch.batch["importance_weights"][0, 0].item() == pytest.approx(2.0 / mean, rel=1e-5)
-
-
-def test_m2po_reads_the_advantages() -> None:
-    batch = batch_of()
-    metrics = correct_batch(batch, settings(m2po_threshold=0.04))
-    # the same sign: 3.0 (A = 1) and 0.9 (A = -1); only the second's log^2 is under 0.04
-    assert batch.batch["loss_mask"].tolist() == [[0, 1, 1], [1, 1, 0]]
-    assert metrics["correction/rejected/m2po"] == metrics["mismatch/masked_share"] == 1 / 5
-    assert "importance_weights" not in batch.batch.keys()
-
-
-def test_a_rejected_batch_is_left_without_tokens_and_without_an_error() -> None:
-    batch = batch_of()
-    metrics = correct_batch(batch, settings(rollout_is="token", rollout_rs=["seq_max_k2"], rollout_rs_threshold=["1e-9"]))
-    assert not batch.batch["loss_mask"].any() and metrics["mismatch/masked_share"] == 1.0
-    assert "correction/weight_max" not in metrics
-
-
-def test_nothing_configured_changes_nothing_and_says_that_nothing_is_masked() -> None:
-    batch = batch_of()
-    before = set(batch.batch.keys())
-    assert correct_batch(batch, settings()) == {"mismatch/masked_share": 0.0}
-    assert set(batch.batch.keys()) - before == {"loss_mask"} and batch.batch["loss_mask"].tolist() == MASK
-
-
-def test_mismatch_has_the_extremes_of_the_weight() -> None:
-    metrics = measure_mismatch(batch_of())
-    assert (metrics["mismatch/weight_min"], metrics["mismatch/weight_max"]) == pytest.approx((0.25, 3.0), rel=1e-5)
-    ratios = [3.0, 1.0, 0.25, 1.0, 0.9]
-    assert metrics["mismatch/weight_mean"] == pytest.approx(math.fsum(ratios) / 5, rel=1e-5)
-    ess = math.fsum(ratios) ** 2 / (5 * math.fsum(r * r for r in ratios))
-    assert metrics["mismatch/ess"] == pytest.approx(ess, rel=1e-5) and 0.2 < ess < 1
-
-
 # What travels to the update
 
 
-def test_in_bypass_mode_the_rollouts_log_probs_travel_to_the_update() -> None:
+def test_in_bypass_mode_the_rollouts_log_probs_travel_in_place_of_the_old_ones() -> None:
     batch = batch_of()
     del batch.batch["old_log_probs"]
     needs = requirements(config_of(bypass_mode=True))
-    assert correct_batch(batch, settings(bypass_mode=True, rollout_rs=["token_k2"], rollout_rs_threshold=["0.1"])) == {}
-    assert batch.batch["loss_mask"].tolist() == MASK
+    assert not needs.correction, "the update corrects"
     sent = policy_inputs(batch, needs).batch
-    assert torch.equal(sent["rollout_log_probs"], batch.batch["rollout_log_probs"])
-    assert "old_log_probs" not in sent.keys()
+    assert torch.equal(sent["rollout_log_probs"], batch.batch["rollout_log_probs"]) and "old_log_probs" not in sent.keys()
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_staleness_is_counted_in_versions_and_travels(per_token: bool) -> None:
+def test_versions_travel_where_the_update_reads_how_old_tokens_are(per_token: bool) -> None:
     versions = torch.tensor([[5, 6, 7], [7, 7, 9]]) if per_token else torch.tensor([5, 7])
     batch = batch_of(policy_version=versions)
     batch.meta_info["policy_version"] = 7
-    assert correct_batch(batch, settings(proximal="a3po")) == {}
     expected = [[2, 1, 0], [0, 0, 0]] if per_token else [2, 0]
-    assert batch.batch["staleness"].tolist() == expected
-    sent = policy_inputs(batch, requirements(config_of(proximal="a3po"))).batch
-    assert {"staleness", "rollout_log_probs"} <= set(sent.keys())
-
-
-def test_samples_without_a_version_are_from_the_newest_policy() -> None:
-    batch = batch_of()
-    add_staleness(batch)
-    assert "staleness" not in batch.batch.keys()
+    sent = policy_inputs(batch, requirements(config_of(proximal="a3po")))
+    assert staleness_of(sent.batch["policy_version"], sent.meta_info["policy_version"]).tolist() == expected
+    assert "rollout_log_probs" in sent.batch.keys()
+    assert "policy_version" not in policy_inputs(batch, requirements(config_of(4))).batch.keys()
 
 
 # Passes
@@ -264,7 +185,7 @@ class Writes:
     names: list[str] = field(default_factory=list)
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        written, select = TensorDict.__setitem__, FakeSource.select
+        written, select, union = TensorDict.__setitem__, FakeSource.select, DataProto.union
 
         def note(columns: TensorDict, name: str, value: torch.Tensor) -> None:
             if columns is self.batch:
@@ -277,6 +198,11 @@ class Writes:
             self.names += [] if self.batch is None else self.batch.keys()
             return batch
 
+        def joined(batch: DataProto, other: DataProto) -> DataProto:
+            self.names += other.batch.keys()
+            return union(batch, other)
+
+        monkeypatch.setattr(DataProto, "union", joined)
         monkeypatch.setattr(TensorDict, "__setitem__", note)
         monkeypatch.setattr(FakeSource, "select", chosen)
 
@@ -293,14 +219,16 @@ def check_masks(run: Run, writes: Writes, rejected: set[int]) -> None:
     """Row 3 has no valid score, rows 1 and 4 were truncated."""
     everything, untaught = dict(enumerate(LENGTHS)), {1, 3, 4}
     calls = {"actor.compute_log_prob": "response_mask", "critic.compute_values": "response_mask"}
-    calls |= {"critic.update_critic": "learn_mask", "actor.update_actor": "loss_mask"}
+    (policy,) = {"learn_mask", "loss_mask"} & set(run.sent("actor.update_actor").columns)
+    assert policy == ("loss_mask" if run.train_step.needs.correction else "learn_mask")
+    calls |= {"critic.update_critic": "learn_mask", "actor.update_actor": policy}
     without = {"response_mask": set[int](), "learn_mask": untaught, "loss_mask": untaught | rejected}
     for call in [call for call in run.calls if call.name in calls]:
         mask = calls[call.name]
         assert call.columns[mask].sum(1).tolist() == [0 if r in without[mask] else n for r, n in everything.items()], call.name
     assert run.batch.batch["response_mask"].sum(1).tolist() == LENGTHS
     assert len(writes.names) == len(set(writes.names)), sorted(name for name in writes.names if writes.names.count(name) > 1)
-    assert {"learn_mask", "loss_mask", "advantages"} <= set(writes.names)
+    assert {"learn_mask", "advantages"} <= set(writes.names)
     assert run.metrics["actor/masked_samples"] == len(untaught)
 
 
@@ -318,13 +246,15 @@ def test_every_reader_gets_its_own_mask_and_no_column_is_written_twice(
 
 @pytest.mark.parametrize("name", ["response_mask", "learn_mask"])
 def test_a_correction_that_writes_the_mask_that_it_has_read_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rewriting(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, float]:
-        metrics = correct_batch(batch, config)
-        batch.batch[name] = batch.batch["loss_mask"]
-        return metrics
+    correct = estimation.rollout_correction
 
-    monkeypatch.setattr("rlhub.trainer.ppo.step.correct_batch", rewriting)
-    with pytest.raises(AssertionError):
+    def rewriting(*args: Any) -> estimation.ColumnOutputs:
+        outputs = correct(*args)
+        outputs.columns[name] = outputs.columns["loss_mask"]
+        return outputs
+
+    monkeypatch.setattr(estimation, "rollout_correction", rewriting)
+    with pytest.raises((AssertionError, ProtocolError)):
         test_every_reader_gets_its_own_mask_and_no_column_is_written_twice(MASKS[1], monkeypatch)
 
 
@@ -334,24 +264,15 @@ def test_in_bypass_mode_no_pass_is_made_and_the_update_gets_the_rollouts_log_pro
     run = learn(config)
     assert "actor.compute_log_prob" not in run.names()
     sent = run.sent("actor.update_actor").columns
-    assert torch.equal(sent["rollout_log_probs"], run.batch.batch["rollout_log_probs"]) and "importance_weights" not in sent
-
-
-def test_the_mismatch_is_told_apart_by_staleness() -> None:
-    """Tokens of one age make one number; tokens that nobody sampled make none."""
-    batch = batch_of(policy_version=torch.tensor([[5, 5, 3], [3, 3, -1]]))
-    batch.meta_info["policy_version"] = 5
-    found = mismatch_by_staleness(batch)
-    new, old = -math.log(3) / 2, -(math.log(0.25) + math.log(0.9)) / 3
-    assert found == pytest.approx({"mismatch/kl/staleness_0": new, "mismatch/kl/staleness_2": old})
-    assert mismatch_by_staleness(batch_of()) == {}
+    assert torch.equal(sent["rollout_log_probs"], run.batch.batch["rollout_log_probs"])
+    assert not {"old_log_probs", "importance_weights"} & set(sent)
 
 
 # The bound: sound engines of each precision pass, a corrupted one stops the run, staleness is allowed for.
 
 
 def bound_of(device: str = "cpu", **rollout: object) -> MismatchBound:
-    config = PPOConfig()
+    config = PPOConfig(trainer=TrainerConfig(batches="driver"))  # the fake groups have no stores
     config.trainer.device = device
     for name, value in rollout.items():
         setattr(config.actor_rollout_ref.rollout, name, value)
@@ -397,7 +318,7 @@ def test_the_newest_tokens_count_and_old_ones_may_be_farther_away() -> None:
 def test_what_is_another_distribution_has_no_bound_but_the_one_that_is_set() -> None:
     for change in ({"top_p": 0.9}, {"top_k": 8}):
         bound_of(**change).check({"mismatch/kl": 2.0})
-    config = PPOConfig()
+    config = PPOConfig(trainer=TrainerConfig(batches="driver"))  # the fake groups have no stores
     config.trainer.device, config.trainer.replay_from = "cpu", "somewhere"
     config.algorithm.rollout_correction.mismatch_stop = 0.5
     with pytest.raises(PolicyMismatchError, match="the bound is 0.5"):
