@@ -10,6 +10,7 @@ exchange (`protocol.exchange`) brings every row to the rank that will compute on
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
@@ -427,6 +428,14 @@ class BatchRef:
             Packed(head, size, home, rows, self.meta_info, near.get(home, {}) if isinstance(home, int) else self.copies)
             for size, home, rows in parts
         ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns its bytes on its way; the columns that stay with the ranks cross nothing."""
+        packed = self._packed or self._pack([(0, len(self))])[0]
+        numbers = 0 if isinstance(packed.homes, int) else sum(array.nbytes for array in self.layout.arrays())
+        small = packed.small if isinstance(packed.small, bytes) else pickle.dumps(packed.small)
+        return len(packed.head) + numbers + len(small)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels as names, numbers and bytes, without the group: some hundred bytes, for there is one for each rank and call."""

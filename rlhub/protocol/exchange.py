@@ -28,7 +28,7 @@ from rlhub.errors import HolderLostError, ProtocolError
 from rlhub.protocol.batch_ref import BatchRef, ColumnStore, Retain
 from rlhub.protocol.columns import join_tensors, num_bytes, take_rows
 from rlhub.protocol.data_proto import DataProto
-from rlhub.protocol.layout import ColumnInfo, Layout, Numbers, pack_numbers, unpack_numbers
+from rlhub.protocol.layout import ColumnInfo, Layout, pack_head, unpack_head
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
 
 ROWS = "rows"
@@ -107,28 +107,39 @@ def own_store(pieces: Mapping[int, Piece]) -> dict[int, Tensor]:
 class RankMoves:
     """The share of one rank in an exchange.
 
-    rank: the rank, OTHER_GROUP where all rows go to other processes or come from them.  rows: (3, kept or sent) int32: the
-    destination of each row, ascending, and the row's key and place in this rank's store.  sources: (received,) int32: the rank
-    from which each row of its new part comes.  columns: what moves.  moving: whether any row of the group changes rank, so that
-    all ranks meet.
+    rank: the rank, OTHER_GROUP where all rows go to other processes or come from them.  head: the batches and the columns that
+    move, see `pack_head`.  rows: (3, kept or sent): the destination of each row, ascending, and the row's key and place in this
+    rank's store.  sources: (received,): the rank from which each row of its new part comes.  moving: whether any row of the group
+    changes rank, so that all ranks meet.
     """
 
     rank: int
-    keys: tuple[str, ...]
-    columns: dict[str, ColumnInfo]
+    head: bytes
     rows: np.ndarray
     sources: np.ndarray
     moving: bool
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return unpack_head(self.head)[0]
+
+    @property
+    def columns(self) -> Mapping[str, ColumnInfo]:
+        return unpack_head(self.head)[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns its bytes on its way."""
+        return int(len(self.head) + self.rows.nbytes + self.sources.nbytes)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        columns = [(name, info.dtype, info.shape, info.ragged) for name, info in self.columns.items()]
-        return _rebuild, (self.rank, self.keys, columns, self.moving, *map(pack_numbers, (*self.rows, self.sources)))
+        arrays = ((array.dtype.char, array.tobytes()) for array in (self.rows, self.sources))
+        return _rebuild, (self.rank, self.head, self.moving, *arrays)
 
 
-def _rebuild(rank: int, keys: tuple[str, ...], columns: list[tuple[Any, ...]], moving: bool, *numbers: Numbers) -> RankMoves:
-    infos = {name: ColumnInfo(*info) for name, *info in columns}
-    *rows, sources = map(unpack_numbers, numbers)
-    return RankMoves(rank, keys, infos, np.stack(rows), sources, moving)
+def _rebuild(rank: int, head: bytes, moving: bool, *arrays: tuple[str, bytes]) -> RankMoves:
+    rows, sources = (np.frombuffer(numbers, dtype=kind).astype(np.int32) for kind, numbers in arrays)
+    return RankMoves(rank, head, rows.reshape(3, -1), sources, moving)
 
 
 def plan_exchange(ref: BatchRef, after: Layout, num_ranks: int, copies: Mapping[int, int] | None = None) -> list[RankMoves]:
@@ -138,10 +149,9 @@ def plan_exchange(ref: BatchRef, after: Layout, num_ranks: int, copies: Mapping[
     of theirs.  Rows of the stores that `ref` does not name go nowhere; one that it names twice is there twice.  ProtocolError
     where a row has no rank, or the places of a rank are not 0, 1, 2 and so on.
     """
-    arriving = _arriving(after, num_ranks, copies or {})
-    rows, sources = _sent_by(ref.layout, arriving, num_ranks), [ref.layout.rank[rows] for rows in arriving]
-    moving = any((came != rank).any() for rank, came in enumerate(sources))
-    return [RankMoves(rank, ref.keys, ref.columns, rows[rank], sources[rank], moving) for rank in range(num_ranks)]
+    plan = _Plan(ref.layout, after, (num_ranks, num_ranks), copies or {})
+    head = pack_head(ref.keys, ref.columns, {})
+    return [RankMoves(rank, head, *moves, plan.moving) for rank, moves in enumerate(zip(plan.sent, plan.sources, strict=True))]
 
 
 def plan_transfer(ref: BatchRef, after: Layout, num_ranks: tuple[int, int]) -> tuple[list[RankMoves], list[RankMoves]]:
@@ -149,39 +159,47 @@ def plan_transfer(ref: BatchRef, after: Layout, num_ranks: tuple[int, int]) -> t
 
     num_ranks: of both groups.  after: the homes in the other.  Raises as `plan_exchange`.
     """
-    arriving = _arriving(after, num_ranks[1], {})
-    sends, nothing = _sent_by(ref.layout, arriving, num_ranks[0]), np.zeros((3, 0), dtype=np.int32)
+    plan, nothing = _Plan(ref.layout, after, num_ranks, {}), np.zeros((3, 0), dtype=np.int32)
+    head = pack_head(ref.keys, ref.columns, {})
     return (
-        [RankMoves(OTHER_GROUP, ref.keys, ref.columns, rows, nothing[0], True) for rows in sends],
-        [RankMoves(OTHER_GROUP, (), ref.columns, nothing, ref.layout.rank[rows], True) for rows in arriving],
+        [RankMoves(OTHER_GROUP, head, rows, nothing[0], True) for rows in plan.sent],
+        [RankMoves(OTHER_GROUP, head, nothing, sources, True) for sources in plan.sources],
     )
 
 
-def _arriving(after: Layout, num_ranks: int, copies: Mapping[int, int]) -> list[np.ndarray]:
-    """Returns for each rank the rows (received,) that it will have, in the order of their places."""
-    _check_ranks(after, num_ranks)
+class _Plan:
+    """Which rows go where.  sent, sources: by rank, `RankMoves.rows` and `RankMoves.sources`, of the narrowest types."""
+
+    def __init__(self, before: Layout, after: Layout, num_ranks: tuple[int, int], copies: Mapping[int, int]) -> None:
+        for layout, num in zip((before, after), num_ranks, strict=True):
+            if len(layout.rank) and not 0 <= layout.rank.min() <= layout.rank.max() < num:
+                raise ProtocolError(f"a row is on rank {layout.rank.max()} of {num} ranks")
+        rows, starts = _arriving(after, num_ranks[1], copies)
+        sources, targets = before.rank[rows], np.repeat(np.arange(num_ranks[1]), np.diff(starts))
+        self.moving = bool((sources != targets).any())
+        order = np.argsort(sources, kind="stable")
+        sent = _narrowed(np.stack([targets, before.key[rows], before.place[rows]])[:, order])
+        cuts = np.searchsorted(sources[order], np.arange(num_ranks[0] + 1)).tolist()
+        self.sent = [sent[:, start:stop] for start, stop in itertools.pairwise(cuts)]
+        narrow = _narrowed(sources)
+        self.sources = [narrow[start:stop] for start, stop in itertools.pairwise(starts.tolist())]
+
+
+def _arriving(after: Layout, num_ranks: int, copies: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows that each rank will have, rank by rank in the order of their places, and where each rank's begin."""
     order = np.lexsort((after.place, after.rank))
     starts = np.searchsorted(after.rank[order], np.arange(num_ranks + 1))
     if not np.array_equal(after.place[order] + starts[after.rank[order]], np.arange(len(order))):
         raise ProtocolError("after an exchange the rows of each rank must have the places 0, 1, 2 and so on, each once")
+    if not copies:
+        return order, starts
     homes = [copies.get(rank, rank) for rank in range(num_ranks)]
-    return [order[starts[home] : starts[home + 1]] for home in homes]
+    parts = [order[starts[home] : starts[home + 1]] for home in homes]
+    return np.concatenate(parts), np.cumsum([0, *map(len, parts)])
 
 
-def _sent_by(before: Layout, arriving: Sequence[np.ndarray], num_ranks: int) -> list[np.ndarray]:
-    """Returns for each rank the `RankMoves.rows` that it sends to the ranks in which rows arrive."""
-    _check_ranks(before, num_ranks)
-    rows = np.concatenate(arriving)
-    targets = np.repeat(np.arange(len(arriving)), [len(part) for part in arriving])
-    order = np.argsort(before.rank[rows], kind="stable")
-    sent = np.stack([targets, before.key[rows], before.place[rows]])[:, order].astype(np.int32)
-    starts = np.searchsorted(before.rank[rows][order], np.arange(num_ranks + 1))
-    return [sent[:, start:stop] for start, stop in itertools.pairwise(starts)]
-
-
-def _check_ranks(layout: Layout, num_ranks: int) -> None:
-    if len(layout.rank) and not 0 <= layout.rank.min() <= layout.rank.max() < num_ranks:
-        raise ProtocolError(f"a row is on rank {layout.rank.max()} of {num_ranks} ranks")
+def _narrowed(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(np.min_scalar_type(int(numbers.max()))) if numbers.size else numbers.astype(np.uint8)
 
 
 def pack(store: ColumnStore, moves: RankMoves) -> tuple[dict[str, Tensor], dict[int, Piece]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,13 +55,13 @@ def pack_head(keys: Sequence[str], columns: Mapping[str, ColumnInfo], small: Map
     described = [
         [(name, str(info.dtype)[6:], info.shape, int(info.ragged)) for name, info in infos.items()] for infos in (columns, small)
     ]
-    return json.dumps([keys, *described], separators=(",", ":")).encode()
+    return zlib.compress(json.dumps([keys, *described], separators=(",", ":")).encode())
 
 
 @lru_cache(maxsize=64)
 def unpack_head(packed: bytes) -> Head:
     """Returns the head of `pack_head`; nobody may write into it."""
-    keys, *described = json.loads(packed)
+    keys, *described = json.loads(zlib.decompress(packed))
     columns, small = (
         {name: ColumnInfo(getattr(torch, dtype), tuple(shape), bool(ragged)) for name, dtype, shape, ragged in infos}
         for infos in described

@@ -280,10 +280,8 @@ def column_bytes(value: Any) -> int:
     """Returns the bytes of the arrays and strings in a value, down to containers of containers; other objects count nothing."""
     if isinstance(value, DataProto):
         return column_bytes(value.non_tensor_batch) + column_bytes(value.tensors())
-    if isinstance(value, BatchRef):  # the columns that stay with the ranks cross nothing
-        return column_bytes(value.small) + sum(array.nbytes for array in value.layout.arrays())
-    if isinstance(value, RankMoves):
-        return int(value.rows.nbytes + value.sources.nbytes)
+    if isinstance(value, BatchRef | RankMoves):
+        return value.num_bytes
     if isinstance(value, Tensor):
         return num_bytes(value)
     if isinstance(value, np.ndarray):

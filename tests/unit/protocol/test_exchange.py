@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -78,20 +79,18 @@ def shift(plan: list[RankMoves]) -> list[RankMoves]:
     for moves in plan:
         rows = moves.rows.copy()
         rows[0] = (rows[0] + 1) % len(plan)
-        wrong.append(
-            RankMoves(moves.rank, moves.keys, moves.columns, rows[:, np.argsort(rows[0], kind="stable")], moves.sources, True)
-        )
+        wrong.append(replace(moves, rows=rows[:, np.argsort(rows[0], kind="stable")], moving=True))
     return wrong
 
 
 def permute(plan: list[RankMoves]) -> list[RankMoves]:
     """Each rank believes that its rows came in another order."""
-    return [RankMoves(m.rank, m.keys, m.columns, m.rows, m.sources[::-1].copy(), m.moving) for m in plan]
+    return [replace(m, sources=m.sources[::-1].copy()) for m in plan]
 
 
 def send_other_places(plan: list[RankMoves]) -> list[RankMoves]:
     """Each rank sends its rows from the wrong places."""
-    return [RankMoves(m.rank, m.keys, m.columns, np.stack([*m.rows[:2], m.rows[2][::-1]]), m.sources, m.moving) for m in plan]
+    return [replace(m, rows=np.stack([*m.rows[:2], m.rows[2][::-1]])) for m in plan]
 
 
 @pytest.mark.parametrize("spoil", [shift, permute, send_other_places])
