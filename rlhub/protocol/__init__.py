@@ -3,7 +3,8 @@
 data_proto.py   DataProto, a batch of tensor and array columns
 columns.py      indexing, stacking and comparing columns, and a batch as one TensorDict
 future.py       DataProtoFuture, a batch that workers still compute
-batch_ref.py    BatchRef, a batch whose wide columns stay in the processes that made them, and ColumnStore, which keeps them
+batch_ref.py    BatchRef, a batch whose wide columns stay in the processes that made them
+column_store.py ColumnStore, which keeps these columns there
 sequences.py    rows of tokens without padding, as they are stored, and with it
 layout.py       where the rows of a BatchRef are and what their columns are, and how both travel in few bytes
 exchange.py     brings the rows of a BatchRef to the ranks that will compute on them, once a step
@@ -12,7 +13,8 @@ readonly_tensor.py  views of received memory
 weights/        pieces and regions of named tensors, and their fingerprint: engines, checkpoints and resharding share them
 """
 
-from rlhub.protocol.batch_ref import Batch, BatchRef, ColumnStore, Retain
+from rlhub.protocol.batch_ref import Batch, BatchRef, Retain
+from rlhub.protocol.column_store import ColumnStore
 from rlhub.protocol.data_proto import (
     DataProto,
     DataProtoItem,

@@ -25,7 +25,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.errors import HolderLostError, ProtocolError
-from rlhub.protocol.batch_ref import BatchRef, ColumnStore, Retain
+from rlhub.protocol.batch_ref import BatchRef, Retain
+from rlhub.protocol.column_store import ColumnStore
 from rlhub.protocol.columns import join_tensors, num_bytes, take_rows
 from rlhub.protocol.data_proto import DataProto
 from rlhub.protocol.layout import ColumnInfo, Layout, pack_head, unpack_head

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rlhub.protocol import DataProto
-from rlhub.protocol.batch_ref import BatchRef, ColumnStore
+from rlhub.protocol.batch_ref import BatchRef
+from rlhub.protocol.column_store import ColumnStore
 from rlhub.protocol.columns import same_tensor, take_rows
 from rlhub.protocol.layout import ColumnInfo, Layout
 

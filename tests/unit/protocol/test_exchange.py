@@ -15,7 +15,8 @@ import torch.multiprocessing as mp
 
 from rlhub.errors import ColumnStoreError, ProtocolError
 from rlhub.protocol import DataProto
-from rlhub.protocol.batch_ref import BatchRef, ColumnStore
+from rlhub.protocol.batch_ref import BatchRef
+from rlhub.protocol.column_store import ColumnStore
 from rlhub.protocol.columns import take_rows
 from rlhub.protocol.exchange import RankMoves, RowKeeper, own_store, pack, plan_exchange, unpack
 from rlhub.protocol.layout import ColumnInfo, Layout
