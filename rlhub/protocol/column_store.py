@@ -27,10 +27,6 @@ class ColumnStore:
         self.rank = rank
         self._batches: dict[str, dict[str, Tensor]] = {}
 
-    def __len__(self) -> int:
-        """Returns the number of batches."""
-        return len(self._batches)
-
     def put(self, key: str, columns: Mapping[str, Tensor]) -> None:
         """Adds columns to a batch, or begins it.  ProtocolError for a column that it has, or one of another length."""
         known = self._batches.get(key, {})
@@ -54,10 +50,6 @@ class ColumnStore:
             raise self._lack(key, f"no row {places.max()} but {num_rows} rows")
         rows = torch.from_numpy(places.astype(np.int64))
         return {name: take_rows(column, rows) for name, column in chosen.items()}
-
-    def has(self, key: str, name: str) -> bool:
-        """Returns whether a batch has this column."""
-        return name in self._batches.get(key, {})
 
     def response_lengths(self, key: str) -> Tensor | None:
         """Returns the tokens of each response of a batch, (rows,); None for one that has no responses, or is not here."""

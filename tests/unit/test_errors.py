@@ -19,6 +19,7 @@ SPECIAL = [
     (errors.DeadlineError("generate", 7200, "raise trainer.deadline_s.generate"), TimeoutError),
     (errors.WorkerError("boom", role="actor", rank=1, node="n1", remote_type="ValueError", remote_traceback="tb"), RuntimeError),
     (errors.WorkerDiedError("killed", role="actor", rank=0), errors.WorkerError),
+    (errors.HolderLostError("killed", role="actor", rank=0), errors.WorkerError),
     (errors.WeightMismatchError("differs", weight="lm_head.weight"), RuntimeError),
     (errors.NonFiniteError("diverged", weights=("lm_head.weight",)), FloatingPointError),
     (errors.PolicyMismatchError("another policy", kl=6.14, bound=0.1), RuntimeError),

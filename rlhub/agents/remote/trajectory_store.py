@@ -79,17 +79,22 @@ class TrajectoryStore:
     def __init__(self, home: str, *, vocab_size: int | None = None, tokenizer: Any = None) -> None:
         self.home, self.vocab_size, self.tokenizer = home, vocab_size, tokenizer
         self._store = ColumnStore()
+        self._names: dict[str, frozenset[str]] = {}
 
     def keep(self, key: str, trajectory: Trajectory) -> TrajectoryRef:
         """Takes the tokens of an episode that has ended.  Raises ValueError or WorkflowError for one that cannot be trained."""
         trajectory.check()
         columns = columns_of(trajectory)
         self._check(key, columns)
-        self._store.put(key, {name: _row(values) for name, values in columns.items()})
+        self._put(key, columns)
         kept = TrajectoryRef.of(trajectory, self.home, key)
         if self.tokenizer is not None and trajectory.rewards is None:
             (kept.response_text,) = self.tokenizer.batch_decode([list(trajectory.response_ids)], skip_special_tokens=True)
         return kept
+
+    def _put(self, key: str, columns: Mapping[str, Tensor]) -> None:
+        self._store.put(key, {name: _row(values) for name, values in columns.items()})
+        self._names[key] = frozenset(columns)
 
     def _check(self, key: str, columns: Mapping[str, Tensor]) -> None:
         tokens = columns[RESPONSES]
@@ -113,26 +118,20 @@ class TrajectoryStore:
 
     def _flat(self, key: str, names: Sequence[str]) -> dict[str, Tensor]:
         """Returns the values of a row."""
-        own = [name for name in names if name not in (SCORES, ADDED)]
-        columns = {name: dense_rows(column)[0] for name, column in self._store.take(key, own).items()}
-        for name in names:
-            if name not in columns:
-                columns[name] = self._optional(key, name, len(columns[RESPONSES]))
-        return columns
-
-    def _optional(self, key: str, name: str, length: int) -> Tensor:
-        if self._store.has(key, name):
-            return dense_rows(self._store.take(key, [name])[name])[0]
-        return torch.zeros(length, dtype=WIDE[name])
+        missing = {SCORES, ADDED} - self._names.get(key, frozenset())
+        found = self._store.take(key, [name for name in names if name not in missing])
+        columns = {name: dense_rows(column)[0] for name, column in found.items()}
+        return columns | {name: torch.zeros(len(columns[RESPONSES])) for name in names if name in missing}
 
     def drop(self, keys: Iterable[str]) -> None:
         """Forgets rows: they are trained, or will not be."""
         for key in keys:
             self._store.drop(key)
+            self._names.pop(key, None)
 
     def size(self) -> tuple[int, int]:
         """Returns the number of rows, and their bytes."""
-        return len(self._store), self._store.nbytes()
+        return len(self._names), self._store.nbytes()
 
     def save(self, path: Path, keys: Sequence[str]) -> FileEntry:
         """Writes these rows to a file of a checkpoint, in the order of the keys."""
@@ -144,7 +143,7 @@ class TrajectoryStore:
         entries = load_file(str(path))
         parts = {name: torch.split(entries[name], entries[name + _LENGTHS].tolist()) for name in WIDE}
         for number, key in enumerate(keys):
-            self._store.put(key, {name: _row(parts[name][number].clone()) for name in WIDE})
+            self._put(key, {name: parts[name][number].clone() for name in WIDE})
 
 
 def columns_of(trajectory: Trajectory) -> dict[str, Tensor]:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from rlhub.agents.partials import TrackedEngine, sample_state
 from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef, sampled_of
+from rlhub.agents.workflows.base import RolloutWorkflow
 
 StalePolicy = Literal["drop", "mask", "correct"]
 """The handling of a group with tokens older than the bound: it is dropped, trained without these tokens, or trained with the
@@ -86,6 +88,29 @@ class Group:
         baseline = sampled_of(state["baseline"]) if "baseline" in state else None
         valid, numbers = list(state["valid"]), list(state["numbers"])
         return cls(item=item, trajectories=trajectories, baseline=baseline, valid=valid, numbers=numbers)
+
+
+@dataclass(slots=True)
+class GroupInWork:
+    """A group whose episodes run.  workflows: one per episode.  trajectories: of the episodes that have ended.  engines: one per
+    episode, with the tokens written so far.  group: the complete group, while it is scored."""
+
+    item: PromptItem
+    workflows: Sequence[RolloutWorkflow]
+    trajectories: list[Sampled | None]
+    engines: list[TrackedEngine]
+    group: Group | None = None
+
+    @property
+    def missing(self) -> list[int]:
+        """Returns the samples whose episodes have not ended."""
+        return [sample for sample, trajectory in enumerate(self.trajectories) if trajectory is None]
+
+    def state(self) -> dict[str, Any]:
+        """Returns the JSON-able state of all samples."""
+        pairs = zip(self.trajectories, self.engines, strict=True)
+        samples = [sample_state(trajectory, engine.written) for trajectory, engine in pairs]
+        return {"ordinal": self.item.ordinal, "samples": samples}
 
 
 def mask_older(group: Group, oldest: int) -> int:

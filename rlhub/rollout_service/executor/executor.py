@@ -19,13 +19,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlhub.agents.partials import Interrupt, TrackedEngine, completion_of, sample_state
+from rlhub.agents.partials import Interrupt, TrackedEngine, completion_of
 from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef, sampled_of
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.engines.rollout.base import Completion
 from rlhub.errors import ConfigError, DeadlineError, WorkflowError
 from rlhub.rollout_service.executor.batches import Delivery, FailureLimit, GroupRequest, Release, keep_nothing
-from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, StalePolicy
+from rlhub.rollout_service.executor.episode_groups import Group, GroupInWork, PromptItem, StalePolicy
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import RolloutStatistics
@@ -54,29 +54,6 @@ class ExecutorOptions:
     stale_policy: StalePolicy = "drop"
     episode_timeout_s: float | None = None
     max_failed_batches: int = 10
-
-
-@dataclass(slots=True)
-class _Work:
-    """A group whose episodes run.  workflows: one per episode.  trajectories: of the episodes that have ended.  engines: one per
-    episode, with the tokens written so far.  group: the complete group, while it is scored."""
-
-    item: PromptItem
-    workflows: Sequence[RolloutWorkflow]
-    trajectories: list[Sampled | None]
-    engines: list[TrackedEngine]
-    group: Group | None = None
-
-    @property
-    def missing(self) -> list[int]:
-        """Returns the samples whose episodes have not ended."""
-        return [sample for sample, trajectory in enumerate(self.trajectories) if trajectory is None]
-
-    def state(self) -> dict[str, Any]:
-        """Returns the JSON-able state of all samples."""
-        pairs = zip(self.trajectories, self.engines, strict=True)
-        samples = [sample_state(trajectory, engine.written) for trajectory, engine in pairs]
-        return {"ordinal": self.item.ordinal, "samples": samples}
 
 
 class WorkflowExecutor:
@@ -119,8 +96,8 @@ class WorkflowExecutor:
         self._again: deque[PromptItem] = deque()
         self._restored: dict[int, Mapping[str, Any]] = {}
         self._begun: dict[int, list[dict[str, Any]]] = {}
-        self._work: dict[int, _Work] = {}
-        self._episodes: dict[str, tuple[_Work, int]] = {}
+        self._work: dict[int, GroupInWork] = {}
+        self._episodes: dict[str, tuple[GroupInWork, int]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
         self._failure_limit = FailureLimit(options.max_failed_batches * staleness.batch)
         runner.on_result = self._on_result
@@ -289,7 +266,7 @@ class WorkflowExecutor:
     def _launch(self, item: PromptItem, begun: Sequence[Mapping[str, Any]] = ()) -> None:
         """Starts the group's episodes; of a group that was `begun` before a resume, only those that are missing."""
         self.ledger.run(item.ordinal)
-        work = _Work(item, self._workflows(item.row), [None] * self._num_episodes, [])
+        work = GroupInWork(item, self._workflows(item.row), [None] * self._num_episodes, [])
         self._work[item.ordinal] = work
         for sample in range(self._num_episodes):
             before = begun[sample] if begun else {"trajectory": None, "written": None}
@@ -311,7 +288,7 @@ class WorkflowExecutor:
             self.ledger.lose(group.ordinal)
             self.staleness.on_lose()
             self.statistics.counts["lost_groups"] += 1
-            work = _Work(group.item, self._workflows(group.item.row), list(group.scored), [])
+            work = GroupInWork(group.item, self._workflows(group.item.row), list(group.scored), [])
             fresh = (self._data(group.item, sample, None) for sample in range(self._num_episodes))
             work.engines = [TrackedEngine(self.engine, data) for data in fresh]
             self._work[group.ordinal] = work
@@ -330,7 +307,7 @@ class WorkflowExecutor:
             prompt_ids=item.prompt_ids, ordinal=item.ordinal, sample=sample, seed=seed, row=item.row, partial=partial
         )
 
-    def _submit(self, work: _Work, data: EpisodeData) -> None:
+    def _submit(self, work: GroupInWork, data: EpisodeData) -> None:
         self._episodes[data.session] = (work, data.sample)
         deadline = self.options.episode_timeout_s
         workflow = work.workflows[data.sample]
@@ -351,7 +328,7 @@ class WorkflowExecutor:
         except Exception as error:  # noqa: BLE001  the loop's boundary: training gets the error
             self._fail(error)
 
-    def _settle(self, work: _Work, sample: int, result: TaskResult) -> None:
+    def _settle(self, work: GroupInWork, sample: int, result: TaskResult) -> None:
         match result:
             case Accepted(value=trajectory):
                 work.trajectories[sample] = trajectory
@@ -370,7 +347,7 @@ class WorkflowExecutor:
             case Cancelled():
                 self._failed(work, WorkflowError(f"episode {result.task_id} was cancelled by its own code"))
 
-    def _complete(self, work: _Work) -> None:
+    def _complete(self, work: GroupInWork) -> None:
         done = [trajectory for trajectory in work.trajectories if trajectory is not None]
         samples, baseline = done[: self.options.group_size], done[self.options.group_size :]
         group = Group(item=work.item, trajectories=samples, baseline=baseline[0] if baseline else None)
@@ -382,7 +359,7 @@ class WorkflowExecutor:
             self._scoring.add(task)
             task.add_done_callback(self._scoring.discard)
 
-    async def _score(self, on_group: Callable[[Group], Awaitable[None]], work: _Work, group: Group) -> None:
+    async def _score(self, on_group: Callable[[Group], Awaitable[None]], work: GroupInWork, group: Group) -> None:
         try:
             await on_group(group)
             if not self._closed:
@@ -392,7 +369,7 @@ class WorkflowExecutor:
         except Exception as error:  # noqa: BLE001  the task's boundary: training gets the error
             self._fail(error)
 
-    def _filter(self, work: _Work, group: Group) -> None:
+    def _filter(self, work: GroupInWork, group: Group) -> None:
         if work.group is not group:  # samples were lost while it was scored
             return
         self._failure_limit.complete()
@@ -406,13 +383,13 @@ class WorkflowExecutor:
         self.delivery.add(group)
         self._react()
 
-    def _failed(self, work: _Work, error: BaseException) -> None:
+    def _failed(self, work: GroupInWork, error: BaseException) -> None:
         if stop := self._failure_limit.failed(work.item.ordinal, error):
             self._fail(stop)
         else:
             self._reject(work, "failed_groups", f"failed: {type(error).__name__}: {error}")
 
-    def _reject(self, work: _Work, count: str, reason: str) -> None:
+    def _reject(self, work: GroupInWork, count: str, reason: str) -> None:
         """Rejects the group and cancels its episodes that still run."""
         ordinal = work.item.ordinal
         del self._work[ordinal]
