@@ -9,6 +9,7 @@ The result is a pure function of the arguments.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,7 +33,7 @@ def partition(
     num_parts: int,
     *,
     capacities: Sequence[int] | None = None,
-    loads: Sequence[int] | None = None,
+    loads: Sequence[int] | np.ndarray | None = None,
 ) -> list[list[int]]:
     """Returns the sorted row numbers of each part, such that the sums of `lengths` are as equal as the method achieves.
 
@@ -77,18 +78,19 @@ class _Table:
     at empty places and NaN at places that do not exist.  loads: (parts,)."""
 
     def __init__(self, values: np.ndarray, parts: list[list[int]], loads: np.ndarray, capacities: Sequence[int] | None) -> None:
-        width = max(map(len, parts)) + _SPARE_PLACES
-        rows = np.full((len(parts), width), _NONE)
-        for index, part in enumerate(parts):
-            rows[index, : width if capacities is None else min(capacities[index], width)] = _EMPTY
-            rows[index, : len(part)] = part
+        sizes = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+        places = np.arange(sizes.max() + _SPARE_PLACES)
+        limits = np.full(len(parts), len(places)) if capacities is None else np.asarray(capacities)
+        rows = np.where(places < limits[:, None], _EMPTY, _NONE)
+        rows[places < sizes[:, None]] = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64, count=len(values))
         self.rows = rows
         self.amounts = np.append(values, [np.nan, 0.0])[rows]
         self.loads = loads + np.nansum(self.amounts, axis=1)
 
     def parts(self) -> list[list[int]]:
         """Returns the sorted row numbers of each part."""
-        return [sorted(row for row in line if row >= 0) for line in self.rows.tolist()]
+        lines = np.sort(self.rows, axis=1)  # places without a row come first
+        return [line[free:] for line, free in zip(lines.tolist(), (lines < 0).sum(1).tolist(), strict=True)]
 
     def even_out(self) -> None:
         """Exchanges rows until no part is above the rounded-up mean, or no exchange helps."""
