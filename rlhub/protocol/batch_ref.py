@@ -25,7 +25,6 @@ from rlhub.protocol.column_store import ColumnStore
 from rlhub.protocol.columns import (
     Index,
     chunk_bounds,
-    copy_containers,
     join_meta,
     join_tensors,
     row_numbers,
@@ -96,7 +95,8 @@ class BatchRef:
         if self._packed is not None:
             packed, self._packed = self._packed, None
             keys, columns, _ = unpack_head(packed.head)
-            self._keys, self._columns, self._small = keys, dict(columns), packed.columns_here()
+            self._keys, self._columns = keys, dict(columns)
+            self._small = packed.small if isinstance(packed.small, DataProto) else _join_small([packed])
             self._layout = Layout.unpack([packed.homes], [packed.num_rows])
 
     @property
@@ -335,14 +335,15 @@ class BatchRef:
         infos = {name: ColumnInfo.of(column) for name, column in tensors.items()} if plain else {}
         head, homes = pack_head(self.keys, self.columns, infos), self.layout.pack(bounds)
         small: Sequence[bytes | DataProto] = (
-            pack_rows(tensors, bounds) if plain else [self.small.slice(*bound).select(meta_info_keys=[]) for bound in bounds]
+            pack_rows(tensors, bounds) if plain else [self.small.slice(*bound) for bound in bounds]
         )
+        meta = self.meta_info if plain else {}
         near: dict[Homes, dict[int, int]] = {}
         for rank, home in self.copies.items():
             near.setdefault(home, {})[rank] = home
         parts = zip(sizes, homes, small, strict=True)
         return [
-            Packed(head, size, home, rows, self.meta_info, near.get(home, {}) if isinstance(home, int) else self.copies)
+            Packed(head, size, home, rows, meta, near.get(home, {}) if isinstance(home, int) else self.copies)
             for size, home, rows in parts
         ]
 
@@ -362,8 +363,8 @@ class BatchRef:
 class Packed(NamedTuple):
     """A reference on its way.
 
-    head: of all parts of a batch, see `pack_head`.  small: the bytes of the small columns, or the columns themselves where they
-    are not plain numbers.
+    head: of all parts of a batch, see `pack_head`.  small: the bytes of the small columns, or the columns themselves, with meta,
+    where they are not plain numbers.
     """
 
     head: bytes
@@ -372,13 +373,6 @@ class Packed(NamedTuple):
     small: bytes | DataProto
     meta: dict[str, Any]
     copies: Mapping[int, int]
-
-    def columns_here(self) -> DataProto:
-        """Returns the small columns."""
-        if isinstance(self.small, DataProto):
-            self.small.meta_info.update(copy_containers(self.meta))
-            return self.small
-        return _join_small([self])
 
 
 def _join_small(parts: Sequence[Packed]) -> DataProto:

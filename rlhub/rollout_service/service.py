@@ -28,7 +28,7 @@ from rlhub.rollout_service.fleet import FleetLimits
 from rlhub.rollout_service.router import Router
 from rlhub.rollout_service.server import RolloutServer, UpdateReport
 from rlhub.rollout_service.weights_folder import WeightsFolder, files_bytes, open_weights_folder
-from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInitArgs, astart_async_actor
+from rlhub.single_controller import AsyncActor, AsyncActorOptions, CallObserver, ClassWithInitArgs, astart_async_actor
 from rlhub.single_controller.placement import DevicePlace, ReplicaPlaces, is_one_machine
 from rlhub.single_controller.resources import Backend
 from rlhub.utils.aio.loop_thread import LoopThread
@@ -52,7 +52,7 @@ class ServiceOptions:
     counts: the number of replicas on each machine.  actor_places: the devices of the actor's ranks, where replicas share its
     GPUs.  generate_s: maximum wait for one completion.  run_folder: for weights that cannot be published through memory.
     own_weights: replicas load the model's files and serve at once, before any publication.  ray_init: used if no Ray cluster is
-    connected yet.
+    connected yet.  observers: learn what the replicas' calls carry.
     """
 
     backend: Backend = "ray"
@@ -69,6 +69,7 @@ class ServiceOptions:
     run_folder: Path = Path("outputs")
     own_weights: bool = False
     ray_init: Mapping[str, Any] = field(default_factory=dict)
+    observers: Sequence[CallObserver] = ()
 
     @property
     def num_replicas(self) -> int:
@@ -77,7 +78,12 @@ class ServiceOptions:
 
 
 def service_options(
-    config: ActorRolloutRefConfig, trainer: TrainerConfig, *, run_folder: Path, actor_places: Sequence[DevicePlace] = ()
+    config: ActorRolloutRefConfig,
+    trainer: TrainerConfig,
+    *,
+    run_folder: Path,
+    actor_places: Sequence[DevicePlace] = (),
+    observers: Sequence[CallObserver] = (),
 ) -> ServiceOptions:
     """Returns the options of the run's configuration: one replica per rank of the rollout's pool (the actor's pool, if the
     rollout has none), or with tensor parallelism one replica per tensor_model_parallel_size ranks.
@@ -105,6 +111,7 @@ def service_options(
         plugins=tuple(trainer.plugins),
         run_folder=run_folder,
         ray_init=trainer.ray_init,
+        observers=observers,
     )
 
 
@@ -193,6 +200,7 @@ class RolloutService:
             plugins=self.options.plugins,
             max_concurrency=UNLIMITED,
             start_deadline_s=self.options.limits.start_s,
+            observers=self.options.observers,
         )
         number = int(name.rpartition("-")[2])
         if self._most is not None and number >= self._most:

@@ -7,7 +7,8 @@ traces see every call without the callers knowing.
 Observers also learn the sizes of what a call carries out of the driver and into it.  Both backends count the tensors and arrays
 of a batch by their sizes, which are the bytes of the out-of-band buffers in which they travel.  Under Ray the objects of a
 batch (texts, identifiers, `meta_info`) are pickled once more for their size; in process nothing is serialized, and they count
-as their column of pointers.  Futures carry references and count nothing.
+as their column of pointers.  Futures carry references and count nothing.  Of an AsyncActor under Ray the pickled requests and
+results count.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ class AsyncActorOptions:
     max_concurrency: calls that run at the same time; further ones wait in the actor.
     start_deadline_s: from creation until the object is built.
     slot: a place of a RayResourcePool (`pool.slots()[rank]`) to live in.  node_id: without a slot, the node to live on.
+    observers: learn what its calls carry between the processes, see CallObserver.on_transfer.
     """
 
     name: str
@@ -76,6 +77,7 @@ class AsyncActorOptions:
     start_deadline_s: float = 1800.0
     slot: Any = None
     node_id: str = ""
+    observers: Sequence[CallObserver] = ()
 
 
 class ResourcePool:

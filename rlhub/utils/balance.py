@@ -9,6 +9,7 @@ The result is a pure function of the arguments.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,6 +22,9 @@ _EMPTY, _NONE = -1, -2
 _SPARE_PLACES = 2
 """Number of rows that a part may gain beyond the largest part of the greedy rule, where sizes are free."""
 
+_FEWEST_AT_ONCE = 16
+"""Number of rows below which assigning them at once costs more than one by one."""
+
 _MOST_ROUNDS = 64
 _FEWEST_LIGHT = 64
 """Maximum number of rounds of exchanges, and minimum number of light parts in a round: more than 10,000 rows in 512 parts
@@ -32,7 +36,7 @@ def partition(
     num_parts: int,
     *,
     capacities: Sequence[int] | None = None,
-    loads: Sequence[int] | None = None,
+    loads: Sequence[int] | np.ndarray | None = None,
 ) -> list[list[int]]:
     """Returns the sorted row numbers of each part, such that the sums of `lengths` are as equal as the method achieves.
 
@@ -57,19 +61,45 @@ def partition(
 
 
 def _longest_first(values: np.ndarray, loads: np.ndarray, capacities: Sequence[int] | None) -> list[list[int]]:
-    """Assigns each row, longest first, to the lightest part with free capacity."""
-    parts: list[list[int]] = [[] for _ in loads]
-    heap = [(load, 0, part) for part, load in enumerate(loads.tolist()) if capacities is None or capacities[part]]
+    """Assigns each row, longest first, to the lightest part with free capacity.
+
+    As many rows at once go to the lightest parts, one each, as none of these would get a second before the last gets its first.
+    """
+    order = np.argsort(-values, kind="stable")
+    amounts, loads, counts = values[order], loads.copy(), np.zeros(len(loads), dtype=np.int64)
+    limits = np.full(len(loads), len(values)) if capacities is None else np.asarray(capacities)
+    owners = np.empty(len(values), dtype=np.int64)
+    done = 0
+    while done < len(values):
+        free = np.flatnonzero(counts < limits)
+        lightest = free[np.lexsort((counts[free], loads[free]))][: len(values) - done]
+        before = loads[lightest]
+        after = before + amounts[done : done + len(lightest)]
+        early = before[1:] < np.minimum.accumulate(after)[:-1]
+        num = len(lightest) if early.all() else int(early.argmin()) + 1
+        if num < _FEWEST_AT_ONCE:
+            break
+        owners[done : done + num], loads[lightest[:num]] = lightest[:num], after[:num]
+        counts[lightest[:num]] += 1
+        done += num
+    owners[done:] = _one_by_one(amounts[done:].tolist(), loads.tolist(), counts.tolist(), limits.tolist())
+    flat, cuts = order[np.argsort(owners, kind="stable")].tolist(), np.cumsum(np.bincount(owners, minlength=len(loads))).tolist()
+    return [flat[start:stop] for start, stop in itertools.pairwise([0, *cuts])]
+
+
+def _one_by_one(amounts: list[float], loads: list[float], counts: list[int], limits: list[int]) -> list[int]:
+    """Returns the part of each row, in the order in which they are given; see `_longest_first`."""
+    heap = [(load, counts[part], part) for part, load in enumerate(loads) if counts[part] < limits[part]]
     heapq.heapify(heap)
-    amounts = values.tolist()
-    for row in np.argsort(-values, kind="stable").tolist():
+    owners = []
+    for amount in amounts:
         load, count, part = heap[0]
-        parts[part].append(row)
-        if capacities is not None and count + 1 == capacities[part]:
+        owners.append(part)
+        if count + 1 == limits[part]:
             heapq.heappop(heap)
         else:
-            heapq.heapreplace(heap, (load + amounts[row], count + 1, part))
-    return parts
+            heapq.heapreplace(heap, (load + amount, count + 1, part))
+    return owners
 
 
 class _Table:
@@ -77,36 +107,39 @@ class _Table:
     at empty places and NaN at places that do not exist.  loads: (parts,)."""
 
     def __init__(self, values: np.ndarray, parts: list[list[int]], loads: np.ndarray, capacities: Sequence[int] | None) -> None:
-        width = max(map(len, parts)) + _SPARE_PLACES
-        rows = np.full((len(parts), width), _NONE)
-        for index, part in enumerate(parts):
-            rows[index, : width if capacities is None else min(capacities[index], width)] = _EMPTY
-            rows[index, : len(part)] = part
+        sizes = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+        places = np.arange(sizes.max() + _SPARE_PLACES)
+        limits = np.full(len(parts), len(places)) if capacities is None else np.asarray(capacities)
+        rows = np.where(places < limits[:, None], _EMPTY, _NONE)
+        rows[places < sizes[:, None]] = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64, count=len(values))
         self.rows = rows
         self.amounts = np.append(values, [np.nan, 0.0])[rows]
         self.loads = loads + np.nansum(self.amounts, axis=1)
 
     def parts(self) -> list[list[int]]:
         """Returns the sorted row numbers of each part."""
-        return [sorted(row for row in line if row >= 0) for line in self.rows.tolist()]
+        lines = np.sort(self.rows, axis=1)  # places without a row come first
+        return [line[free:] for line, free in zip(lines.tolist(), (lines < 0).sum(1).tolist(), strict=True)]
 
     def even_out(self) -> None:
         """Exchanges rows until no part is above the rounded-up mean, or no exchange helps."""
         bound = np.ceil(self.loads.mean())
         every = False  # all light parts take part, because the lightest alone had nothing that helps
         for _ in range(_MOST_ROUNDS):
-            order = np.argsort(-self.loads, kind="stable")
-            num_heavy = int(np.count_nonzero(self.loads > bound))
-            num_light = int(np.count_nonzero(self.loads < bound))
-            if not num_heavy or not num_light:
+            heavy, light = self._heaviest_first(self.loads > bound), self._heaviest_first(self.loads < bound)
+            if not len(heavy) or not len(light):
                 return
-            chosen = num_light if every else min(num_light, max(2 * num_heavy, _FEWEST_LIGHT))
-            if self._exchange(order[:num_heavy], order[len(order) - chosen :]):
+            chosen = len(light) if every else min(len(light), max(2 * len(heavy), _FEWEST_LIGHT))
+            if self._exchange(heavy, light[len(light) - chosen :]):
                 every = False
-            elif chosen == num_light:
+            elif chosen == len(light):
                 return
             else:
                 every = True
+
+    def _heaviest_first(self, chosen: np.ndarray) -> np.ndarray:
+        parts = np.flatnonzero(chosen)
+        return parts[np.argsort(-self.loads[parts], kind="stable")]
 
     def _exchange(self, heavy: np.ndarray, light: np.ndarray) -> bool:
         """Lets each heavy part exchange the one row that evens it out best with some light part; returns False if no exchange

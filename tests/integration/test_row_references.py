@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -14,16 +15,46 @@ from ray.exceptions import RayError
 
 from rlhub.errors import ProtocolError, WorkerDiedError
 from rlhub.protocol import BatchRef, DataProto
-from rlhub.single_controller import ClassWithInitArgs, Launched, LaunchOptions, WorkerGroup, launch
+from rlhub.single_controller import (
+    AsyncActorOptions,
+    ClassWithInitArgs,
+    Launched,
+    LaunchOptions,
+    ObservedCall,
+    WorkerGroup,
+    launch,
+    start_async_actor,
+)
+from scripts.bench.driver_traffic import Pickled
 from tests.support.batch_refs import same_batch
 from tests.support.row_calls import check_joined, check_life, check_refusals, prompts, sampled
-from tests.support.row_workers import RowWorker
+from tests.support.row_workers import Echo, RowWorker
 
 RANKS = 2
 
 
+class Counted:
+    """Adds up what observers learn."""
+
+    def __init__(self) -> None:
+        self.sent = self.received = 0
+
+    def on_start(self, call: ObservedCall) -> None: ...
+
+    def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None: ...
+
+    def on_transfer(self, call: ObservedCall, *, sent: int = 0, received: int = 0) -> None:
+        self.sent += sent
+        self.received += received
+
+
 @pytest.fixture(scope="module")
-def run() -> Iterator[Launched]:
+def counted() -> Counted:
+    return Counted()
+
+
+@pytest.fixture(scope="module")
+def run(counted: Counted) -> Iterator[Launched]:
     """Two ranks with three roles, of which "wide" has one part for both; "critic" is alone on one rank, "pair" on two."""
     roles = {role: ClassWithInitArgs(RowWorker) for role in ("rollout", "actor", "critic")}
     roles |= {role: ClassWithInitArgs(RowWorker, 2) for role in ("wide", "pair")}
@@ -32,6 +63,7 @@ def run() -> Iterator[Launched]:
         ranks_per_node=RANKS,
         pools={"one": [1], "two": [2]},
         placement={"critic": "one", "pair": "two"},
+        observers=[counted],
     )
     with launch(roles, options) as run:
         run.groups["actor"].join()
@@ -125,6 +157,48 @@ def test_an_exchange_brings_rows_from_other_processes_and_leaves_none(run: Launc
     assert same_batch(actor.read(ref), whole)
     assert sum(pair.stored_bytes()) == 0 < sum(actor.stored_bytes())
     actor.drop(ref)
+
+
+def moved_by(counted: Counted, work: Callable[[], object]) -> tuple[Counted, Pickled]:
+    """The bytes of some work as observers learn them, and those that Ray pickles and reads in this process."""
+    before = counted.sent, counted.received
+    real, estimate = Pickled(), Counted()
+    with real.counting():
+        work()
+    estimate.sent, estimate.received = counted.sent - before[0], counted.received - before[1]
+    return estimate, real
+
+
+def test_counted_bytes_are_those_that_cross_this_process(run: Launched, counted: Counted) -> None:
+    """Up to what a call costs that carries nothing: header, names and results such as None, for each rank."""
+    rollout, actor, pair = run.groups["rollout"], run.groups["actor"], run.groups["pair"]
+    actor.join()
+    a_call = 1500 * RANKS
+    ref = sampled(rollout, "counted", 2000)[1]
+
+    def by_reference() -> None:
+        nonlocal ref
+        ref.reorder(np.random.default_rng(0).permutation(len(ref)))
+        ref = pair.exchange(actor.exchange(ref, "actor"), "actor")
+        ref.union(pair.add_up.retain("wide")(ref))
+
+    estimate, real = moved_by(counted, by_reference)
+    assert 0 <= real.out - estimate.sent <= 6 * a_call and 0 <= real.into - estimate.received <= 6 * a_call
+    estimate, real = moved_by(counted, lambda: ref.fetch(["padded"]))
+    assert real.into > 2000 * 2 * 4 * 8 and 0 <= real.into - estimate.received <= a_call, "the control: rows that do enter"
+    pair.drop(ref)
+
+
+def test_calls_of_actors_are_counted_as_those_of_workers_are(run: Launched) -> None:
+    counted = Counted()
+    actor = start_async_actor(ClassWithInitArgs(Echo), AsyncActorOptions(name="echo", num_cpus=0.0, observers=[counted]))
+    value = os.urandom(300_000)
+    try:
+        estimate, real = moved_by(counted, lambda: asyncio.run(actor.call("echo", value)))
+    finally:
+        actor.kill()
+    assert estimate.sent > len(value) < estimate.received
+    assert 0 <= real.out - estimate.sent <= 4000 and 0 <= real.into - estimate.received <= 4000
 
 
 def test_rows_of_a_process_that_dies_are_reported_with_their_rank(run: Launched) -> None:

@@ -56,3 +56,10 @@ class RowWorker(Worker):
     def spoil(self, batch: DataProto) -> DataProto:
         batch.batch["padded"].zero_()
         return batch
+
+
+class Echo(Worker):
+    """An asynchronous actor that returns what it gets."""
+
+    async def echo(self, value: bytes) -> bytes:
+        return value

@@ -18,7 +18,7 @@ import itertools
 import logging
 import os
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from rlhub.envs.child import plain
 from rlhub.envs.remote import remote_environment
 from rlhub.envs.source import EnvironmentSpec, LeaseTable, LocalEnvironmentSource
 from rlhub.errors import DeadlineError, RlhubError, WorkerDiedError, WorkerError
-from rlhub.single_controller import AsyncActorOptions, ClassWithInitArgs, astart_async_actor
+from rlhub.single_controller import AsyncActorOptions, CallObserver, ClassWithInitArgs, astart_async_actor
 from rlhub.single_controller.async_actor import AsyncActor
 from rlhub.single_controller.resources import Backend
 from rlhub.utils.children.process import LOAD_TIMEOUT_S
@@ -235,6 +235,7 @@ class EnvironmentActorOptions:
     start_s: float = 1800.0
     log_dir: str | None = None
     plugins: tuple[str, ...] = ()
+    observers: Sequence[CallObserver] = ()
 
 
 def environment_actor_starter(options: EnvironmentActorOptions) -> StartActor:
@@ -252,6 +253,7 @@ def environment_actor_starter(options: EnvironmentActorOptions) -> StartActor:
             plugins=options.plugins,
             max_concurrency=UNLIMITED,
             start_deadline_s=options.start_s,
+            observers=options.observers,
             node_id="" if options.backend != "ray" or reserves else await asyncio.to_thread(_node_of, name),
         )
         return await astart_async_actor(ClassWithInitArgs(EnvironmentActor, options.folder), own, backend=options.backend)

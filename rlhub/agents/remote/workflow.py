@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from rlhub.agents.trajectory import Sampled, TrajectoryRef
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.engines.rollout.base import Completion, Progress
 from rlhub.errors import DeadlineError, EngineError, RlhubError, WorkerDiedError, WorkerError
-from rlhub.single_controller import AsyncActorOptions, ClassWithInitArgs, astart_async_actor
+from rlhub.single_controller import AsyncActorOptions, CallObserver, ClassWithInitArgs, astart_async_actor
 from rlhub.single_controller.placement import is_one_machine, node_at
 from rlhub.single_controller.resources import Backend
 from rlhub.utils.aio.results import Reject
@@ -230,6 +230,7 @@ class EpisodeActorOptions:
     start_s: float = 1800.0
     log_dir: str | None = None
     plugins: tuple[str, ...] = ()
+    observers: Sequence[CallObserver] = ()
 
 
 def episode_actor_starter(settings: EpisodeActorSettings, options: EpisodeActorOptions) -> StartActor:
@@ -244,6 +245,7 @@ def episode_actor_starter(settings: EpisodeActorSettings, options: EpisodeActorO
             plugins=options.plugins,
             max_concurrency=UNLIMITED,
             start_deadline_s=options.start_s,
+            observers=options.observers,
             node_id=await asyncio.to_thread(_own_node) if options.backend == "ray" else "",
         )
         return await astart_async_actor(ClassWithInitArgs(EpisodeActor, settings), own, backend=options.backend)

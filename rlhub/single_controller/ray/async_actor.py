@@ -33,7 +33,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlhub.errors import ClusterLostError, DeadlineError, ResourceError, WorkerDiedError
-from rlhub.single_controller.calls import Deadline, WorkerInfo
+from rlhub.single_controller.calls import Deadline, ObservedCall, WorkerInfo
 from rlhub.single_controller.invoke import ActorObject, RemoteError, describe_failure
 from rlhub.single_controller.ray.pending import Gather, typed_error
 from rlhub.single_controller.ray.process import (
@@ -185,8 +185,14 @@ class RayAsyncActor:
         if loop not in self._channels:
             for old in [other for other in self._channels if other.is_closed()]:
                 self._channels.pop(old, None)
-            self._channels[loop] = CallChannel(self._actor, self.name, uuid.uuid4().hex, self._explain)
+            self._channels[loop] = CallChannel(self._actor, self.name, uuid.uuid4().hex, self._explain, self._count)
         return self._channels[loop]
+
+    def _count(self, method: str, **num_bytes: int) -> None:
+        """Reports what a call of the method carries to the observers."""
+        for observer in self._options.observers:
+            call = ObservedCall(role=self.name, method=method, blocking=False, workers=(self._worker,))
+            observer.on_transfer(call, **num_bytes)
 
     def _explain(self, error: BaseException, method: str) -> BaseException:
         if isinstance(error, ClusterLostError):
@@ -264,14 +270,22 @@ def _nothing() -> None:
 class CallChannel(Listener):
     """The pending calls of one event loop in one actor; to be used on that loop only.  A lost cluster ends them.
 
-    explain: the error to raise for what Ray raised, by method name.
+    explain: the error to raise for what Ray raised, by method name.  count: receives the method, and the bytes that are sent for
+    it or received.
     """
 
-    def __init__(self, actor: Any, name: str, key: str, explain: Callable[[BaseException, str], BaseException]) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        name: str,
+        key: str,
+        explain: Callable[[BaseException, str], BaseException],
+        count: Callable[..., None],
+    ) -> None:
         self._actor = actor
         self._name = name
         self._key = key
-        self._explain = explain
+        self._explain, self._count = explain, count
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
         self._calls: dict[int, _PendingCall] = {}
@@ -288,6 +302,7 @@ class CallChannel(Listener):
         """Sends and awaits one call."""
         check_cluster()
         payload = pack((method, args, kwargs, faults.current_step()))
+        self._count(method, sent=len(payload))
         number = next(self._numbers)
         call = self._calls[number] = _PendingCall(method, self._loop.create_future())
         self._send((number, payload))
@@ -353,6 +368,7 @@ class CallChannel(Listener):
         call = self._calls.get(number)
         if call is None or call.future.done():
             return
+        self._count(call.method, received=len(payload))
         try:
             value = pickle.loads(payload)
         except Exception as error:  # noqa: BLE001 - the boundary of a process: whatever its classes raise belongs to this call

@@ -124,7 +124,9 @@ def build_stream(
     runner = start_runner(stack)
     # Without a pool of their own replicas run on the devices of the actor's ranks.
     places = () if is_separate(config.trainer, ROLLOUT_ROLE) else groups.actor.device_places()
-    options = service_options(config.actor_rollout_ref, config.trainer, run_folder=run.folder.path, actor_places=places)
+    options = service_options(
+        config.actor_rollout_ref, config.trainer, run_folder=run.folder.path, actor_places=places, observers=[run.calls]
+    )
     service = RolloutService(config.actor_rollout_ref, runtime, options, loop=runner.loop)
     logger.info("starting the rollout service, replicas: %d", options.num_replicas)
     service.start()
@@ -242,7 +244,11 @@ def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, run: Run, *, decode
     )
     seconds = trainer.deadline_s
     options = EpisodeActorOptions(
-        backend=trainer.backend, start_s=seconds.start, log_dir=str(run.folder.logs.absolute()), plugins=tuple(trainer.plugins)
+        backend=trainer.backend,
+        start_s=seconds.start,
+        log_dir=str(run.folder.logs.absolute()),
+        plugins=tuple(trainer.plugins),
+        observers=[run.calls],
     )
     return EpisodeActors(
         episode_actor_starter(settings, options),
@@ -267,6 +273,7 @@ def environment_hosts(config: PPOConfig, run: Run) -> EnvironmentActors | None:
         start_s=seconds.start,
         log_dir=str(run.folder.logs.absolute()),
         plugins=tuple(trainer.plugins),
+        observers=[run.calls],
     )
     return EnvironmentActors(
         environment_actor_starter(options),

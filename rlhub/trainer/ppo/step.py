@@ -16,12 +16,14 @@ as they were drawn, so that what the ranks compute of the whole batch does not d
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -327,16 +329,19 @@ def deal(lengths: Sequence[int], ids: Tensor, num_ranks: int, *, balance: bool) 
 
     lengths: tokens of each row.  ids: (rows,) the mini-batch of each, from 0.
     """
-    members = [(ids == index).nonzero().squeeze(1).tolist() for index in range(int(ids.max()) + 1)]
+    tokens, owners = np.asarray(lengths), ids.numpy()
+    members = [np.flatnonzero(owners == index) for index in range(int(owners.max()) + 1)]
     plan = capacities_of([len(rows) for rows in members], num_ranks)
-    parts: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
+    dealt, ranks, loads = [], [], np.zeros(num_ranks, dtype=np.int64)
     for rows, capacities in zip(members, plan, strict=True):
-        costs = [lengths[row] if balance else 1 for row in rows]
-        for rank, chosen in enumerate(partition(costs, num_ranks, capacities=capacities, loads=loads)):
-            parts[rank] += [rows[index] for index in chosen]
-            loads[rank] += sum(costs[index] for index in chosen)
-    return torch.tensor([row for part in parts for row in part])
+        costs = tokens[rows] if balance else np.ones(len(rows), dtype=np.int64)
+        parts = partition(costs, num_ranks, capacities=capacities, loads=loads)
+        chosen = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64, count=len(rows))
+        dealt.append(rows[chosen])
+        ranks.append(np.repeat(np.arange(num_ranks), [len(part) for part in parts]))
+        np.add.at(loads, ranks[-1], costs[chosen])
+    order = np.argsort(np.concatenate(ranks), kind="stable")
+    return torch.from_numpy(np.concatenate(dealt)[order])
 
 
 def mini_batch_ids(num_rows: int, rows_per_mini_batch: int, shuffle_seed: int | None) -> Tensor:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhub.errors import ConfigError
+from rlhub.utils import balance
 from rlhub.utils.balance import partition
 
 LENGTHS = st.lists(st.integers(0, 4096), max_size=60)
@@ -105,3 +106,21 @@ def test_impossible_numbers_of_parts_and_places_are_refused() -> None:
         partition([1], 0)
     with pytest.raises(ConfigError, match="3 rows do not fit"):
         partition([1, 1, 1], 2, capacities=[1, 1])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_that_are_assigned_at_once_go_where_they_go_one_by_one(seed: int) -> None:
+    """The plain greedy rule is the reference."""
+    rng = np.random.default_rng(seed)
+    num_parts, num_rows = int(rng.integers(20, 200)), int(rng.integers(0, 2000))
+    values = rng.integers(0, int(rng.choice([2, 20, 2000])), num_rows).astype(np.float64)
+    loads = rng.integers(0, 50, num_parts).astype(np.float64)
+    capacities = [num_rows // num_parts + 1 + int(more) for more in rng.integers(0, 3, num_parts)] if seed % 2 else None
+    expected: list[list[int]] = [[] for _ in range(num_parts)]
+    sums = loads.tolist()
+    for row in np.argsort(-values, kind="stable").tolist():
+        free = [part for part in range(num_parts) if capacities is None or len(expected[part]) < capacities[part]]
+        part = min(free, key=lambda part: (sums[part], len(expected[part]), part))
+        expected[part].append(row)
+        sums[part] += values[row]
+    assert balance._longest_first(values, loads, capacities) == expected
