@@ -1,6 +1,7 @@
 """rlhub: reinforcement-learning post-training for language models.
 
 trainer/            the commands, and the control flow on the driver
+pipeline/           one training step as a graph of nodes
 rollout_service/    replicas that serve generation while training goes on
 agents/             episodes, and the services that agents use
 workers/            the roles that the driver calls

@@ -60,6 +60,10 @@ class ColumnStoreError(RlhubError, LookupError):
         super().__init__(message, key=key)
 
 
+class CoordinatorError(RlhubError, ValueError):
+    """Ranks do not agree on what goes where; the message names batch, step and rank."""
+
+
 class DataError(RlhubError, ValueError):
     """A data file, row or column cannot be used; the message names file, row and column."""
 

@@ -5,6 +5,7 @@ columns.py      indexing, stacking and comparing columns, and a batch as one Ten
 future.py       DataProtoFuture, a batch that workers still compute
 batch_ref.py    BatchRef, a batch whose wide columns stay in the processes that made them, and ColumnStore, which keeps them
 sequences.py    rows of tokens without padding, as they are stored, and with it
+layout.py       where the rows of a BatchRef are and what their columns are, and how both travel in few bytes
 exchange.py     brings the rows of a BatchRef to the ranks that will compute on them, once a step
 serialization.py  columns in files, without pickle, and tensors on the wire, out of band
 readonly_tensor.py  views of received memory

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -23,87 +23,22 @@ from rlhub.errors import ColumnStoreError, ProtocolError
 from rlhub.protocol.columns import (
     Index,
     chunk_bounds,
+    copy_containers,
     dense_rows,
+    join_meta,
     join_tensors,
     num_bytes,
     row_numbers,
-    row_shape,
     take_rows,
     without,
 )
 from rlhub.protocol.data_proto import DataProto
+from rlhub.protocol.layout import ColumnInfo, Homes, Layout, pack_head, pack_rows, unpack_head, unpack_rows
 from rlhub.protocol.readonly_tensor import guard
 from rlhub.protocol.sequences import ATTENTION_MASK, INPUT_IDS, PROMPTS, RESPONSES, stored_names, with_padding, without_padding
 
 MOST_KEYS_NAMED = 8
 """An error names at most so many of the batches that a store has."""
-
-
-@dataclass(slots=True, frozen=True)
-class ColumnInfo:
-    """The description of a column without its values.  shape: of one row; a ragged column has rows of different lengths in front
-    of it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    ragged: bool = False
-
-    @classmethod
-    def of(cls, column: Tensor) -> ColumnInfo:
-        """Returns the description of a column (rows, ...)."""
-        shape = row_shape(column)
-        return cls(column.dtype, shape[1:] if column.is_nested else shape, column.is_nested)
-
-    def empty(self) -> Tensor:
-        """Returns such a column without rows."""
-        values = torch.empty((0, *self.shape), dtype=self.dtype)
-        if not self.ragged:
-            return values
-        jagged: Tensor = torch.nested.nested_tensor_from_jagged(values, torch.zeros(1, dtype=torch.int64))
-        return jagged
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class Layout:
-    """The home of each row, three arrays (rows,) int32.
-
-    rank: the process of the group that has the row.  key: the index, in the batch's keys, of the batch to which the row belongs
-    in that process's store.  place: the row's number in that process's part of that batch.
-    """
-
-    rank: np.ndarray
-    key: np.ndarray
-    place: np.ndarray
-
-    @classmethod
-    def of(cls, rank: int | np.ndarray, place: np.ndarray) -> Layout:
-        """Returns the layout of rows under one key.  rank: of each row, or of all."""
-        ranks = np.full(len(place), rank) if isinstance(rank, int) else rank
-        return cls(ranks.astype(np.int32), np.zeros(len(place), dtype=np.int32), place.astype(np.int32))
-
-    @classmethod
-    def even(cls, num_rows: int, ranks: int | Sequence[int]) -> Layout:
-        """Returns the layout in which rank r, or the r-th of `ranks`, has part r of `DataProto.chunk`."""
-        homes = np.arange(ranks) if isinstance(ranks, int) else np.asarray(ranks)
-        sizes = [stop - start for start, stop in chunk_bounds(num_rows, len(homes))]
-        return cls.of(np.repeat(homes, sizes), np.concatenate([np.arange(size) for size in sizes]))
-
-    def take(self, rows: np.ndarray | slice) -> Layout:
-        """Returns the layout of those rows."""
-        return Layout(self.rank[rows], self.key[rows], self.place[rows])
-
-    @staticmethod
-    def join(parts: Sequence[Layout]) -> Layout:
-        """Returns the layout of all their rows in order."""
-        rank, key, place = (np.concatenate(column) for column in zip(*map(Layout.arrays, parts), strict=True))
-        return Layout(rank, key, place)
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return self.rank, self.key, self.place
-
-    def same(self, other: Layout) -> bool:
-        """Returns whether every row has the same home in both."""
-        return all(map(np.array_equal, self.arrays(), other.arrays()))
 
 
 class ColumnStore:
@@ -193,31 +128,86 @@ class RowGroup(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
 class BatchRef:
     """Rows whose columns `small` are here and whose other columns are in the ColumnStores of a group's processes.
 
     keys: the batches in the stores to which the rows belong; one, except where batches were joined.  columns: the wide columns.
     group: that of the processes; it does not travel.  copies: by rank, the other rank whose rows it has too, at the same places,
     as tensor-parallel ranks do.  Raises ProtocolError where lengths differ or a name stands in both.
+
+    A reference that has travelled, or is a part of `chunk`, is unpacked at its first use: the driver of many ranks has thousands.
     """
 
-    keys: tuple[str, ...]
-    small: DataProto
-    columns: dict[str, ColumnInfo]
-    layout: Layout
-    group: RowGroup | None = field(default=None, repr=False)
-    copies: Mapping[int, int] = field(default_factory=dict, repr=False)
+    __slots__ = ("_columns", "_keys", "_layout", "_packed", "_small", "copies", "group")
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        keys: tuple[str, ...],
+        small: DataProto,
+        columns: Mapping[str, ColumnInfo],
+        layout: Layout,
+        group: RowGroup | None = None,
+        copies: Mapping[int, int] | None = None,
+    ) -> None:
+        self._packed: Packed | None = None
+        self._keys, self._small, self._columns, self._layout = keys, small, dict(columns), layout
+        self.group, self.copies = group, {} if copies is None else copies
         if len(self.layout.rank) != len(self.small):
             raise ProtocolError(f"a layout of {len(self.layout.rank)} rows does not fit {len(self.small)} rows")
         twice = self.columns.keys() & self.names_of_small()
         if twice:
             raise ProtocolError(f"column {sorted(twice)[0]!r} is both in the batch and in the stores of the ranks")
 
+    @classmethod
+    def received(cls, packed: Packed, group: RowGroup | None = None, copies: Mapping[int, int] | None = None) -> Self:
+        """Returns the reference that has travelled as `packed`.  copies: None for those that came with it."""
+        ref = cls.__new__(cls)
+        ref._packed, ref.group, ref.copies = packed, group, packed.copies if copies is None else copies
+        return ref
+
+    def _open(self) -> None:
+        """Unpacks what has travelled: from now on it may be written."""
+        if self._packed is not None:
+            packed, self._packed = self._packed, None
+            keys, columns, _ = unpack_head(packed.head)
+            self._keys, self._columns, self._small = keys, dict(columns), packed.columns_here()
+            self._layout = Layout.unpack([packed.homes], [packed.num_rows])
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        self._open()
+        return self._keys
+
+    @property
+    def columns(self) -> dict[str, ColumnInfo]:
+        self._open()
+        return self._columns
+
+    @property
+    def small(self) -> DataProto:
+        self._open()
+        return self._small
+
+    @small.setter
+    def small(self, small: DataProto) -> None:
+        self._open()
+        self._small = small
+
+    @property
+    def layout(self) -> Layout:
+        self._open()
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: Layout) -> None:
+        self._open()
+        self._layout = layout
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.keys!r}, {self.small!r}, {self.columns!r}, {self.layout!r})"
+
     def __len__(self) -> int:
-        return len(self.small)
+        return len(self.small) if self._packed is None else self._packed.num_rows
 
     @property
     def key(self) -> str:
@@ -252,7 +242,7 @@ class BatchRef:
     # -- index arithmetic --------------------------------------------------------------------------------------------------
 
     def _with(self, small: DataProto, layout: Layout) -> Self:
-        return replace(self, small=small, layout=layout)
+        return type(self)(self.keys, small, self.columns, layout, self.group, self.copies)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """Returns rows [start, end); small columns are views."""
@@ -275,9 +265,10 @@ class BatchRef:
 
     def chunk(self, chunks: int) -> list[Self]:
         """Returns `chunks` consecutive parts; sizes differ by at most one, empty ones when there are too few rows."""
-        bounds = chunk_bounds(len(self), chunks)
-        parts = zip(self.small.chunk(chunks), bounds, strict=True)
-        return [self._with(small, self.layout.take(slice(*bound))) for small, bound in parts]
+        if chunks < 1:
+            raise ProtocolError(f"chunk: the number of parts must be at least 1, got {chunks}")
+        parts = self._pack(chunk_bounds(len(self), chunks))
+        return [self.received(part, self.group, self.copies) for part in parts]
 
     def by_home(self, homes: Sequence[int]) -> list[Self]:
         """Returns the rows of each of these ranks, as generation leaves them: one rank's after another's, in the order of the
@@ -302,7 +293,7 @@ class BatchRef:
         keys = None if batch_keys is None else [name for name in batch_keys if name not in self.columns]
         small = self.small.select(keys, non_tensor_batch_keys, meta_info_keys)
         wide = {name: info for name, info in self.columns.items() if batch_keys is None or name in batch_keys}
-        return replace(self, small=small, columns=wide)
+        return type(self)(self.keys, small, wide, self.layout, self.group, self.copies)
 
     def union(self, other: DataProto | BatchRef) -> Self:
         """Adds the other's columns and meta entries in place; what both have must be equal.  Returns self.
@@ -322,7 +313,7 @@ class BatchRef:
         if twice := added & wide.keys():
             raise ProtocolError(f"union: column {sorted(twice)[0]!r} is in the stores of the ranks already")
         self.small.union(small)
-        self.columns = wide
+        self._columns = wide
         return self
 
     @staticmethod
@@ -330,12 +321,18 @@ class BatchRef:
         """Returns the rows of all parts in order, joined as DataProto.concat does; the wide columns are the same in all."""
         if not data:
             raise ProtocolError("concat of an empty list: there is no reference to take the columns from")
+        if len({id(part.group.processes) for part in data if part.group is not None}) > 1:
+            raise ProtocolError("concat: the rows are in the processes of different worker groups; exchange them first")
+        copies = data[0].copies if all(part.copies == data[0].copies for part in data) else {}
+        packed = [part._packed for part in data if part._packed is not None and isinstance(part._packed.small, bytes)]
+        if len(packed) == len(data) and all(part.head == packed[0].head for part in packed):
+            layout = Layout.unpack([part.homes for part in packed], [part.num_rows for part in packed])
+            keys, columns, _ = unpack_head(packed[0].head)
+            return BatchRef(keys, _join_small(packed), columns, layout, data[0].group, copies)
         for part in data:
             if part.columns != data[0].columns:
                 names = {name for name, _ in part.columns.items() ^ data[0].columns.items()}
                 raise ProtocolError(f"concat: wide column {sorted(names)[0]!r} is not the same in all parts")
-        if len({id(part.group.processes) for part in data if part.group is not None}) > 1:
-            raise ProtocolError("concat: the rows are in the processes of different worker groups; exchange them first")
         keys = tuple(dict.fromkeys(key for part in data for key in part.keys))
         number = {key: index for index, key in enumerate(keys)}
         layouts = []
@@ -343,7 +340,6 @@ class BatchRef:
             renamed = np.array([number[key] for key in part.keys], dtype=np.int32)[part.layout.key]
             layouts.append(Layout(part.layout.rank, renamed, part.layout.place))
         small = DataProto.concat([part.small for part in data])
-        copies = data[0].copies if all(part.copies == data[0].copies for part in data) else {}
         return BatchRef(keys, small, dict(data[0].columns), Layout.join(layouts), data[0].group, copies)
 
     # -- the wide columns --------------------------------------------------------------------------------------------------
@@ -374,6 +370,8 @@ class BatchRef:
 
     def check_rank(self, rank: int) -> None:
         """Raises ProtocolError unless `rank` has all rows."""
+        if self._packed is not None and self._packed.homes == self.copies.get(rank, rank):
+            return
         other = np.flatnonzero(self.layout.rank != self.copies.get(rank, rank))
         if len(other):
             raise ProtocolError(
@@ -402,54 +400,63 @@ class BatchRef:
         if self.group is not None:
             self.group.drop(self)
 
+    # -- on its way --------------------------------------------------------------------------------------------------------
+
+    def _pack(self, bounds: Sequence[tuple[int, int]]) -> list[Packed]:
+        """Returns consecutive parts [start, stop), which together are all rows, as they travel."""
+        tensors, sizes = self.small.tensors(), [stop - start for start, stop in bounds]
+        plain = not self.small.non_tensor_batch and not any(column.is_nested for column in tensors.values())
+        infos = {name: ColumnInfo.of(column) for name, column in tensors.items()} if plain else {}
+        head, homes = pack_head(self.keys, self.columns, infos), self.layout.pack(bounds)
+        small: Sequence[bytes | DataProto] = (
+            pack_rows(tensors, bounds) if plain else [self.small.slice(*bound).select(meta_info_keys=[]) for bound in bounds]
+        )
+        near: dict[Homes, dict[int, int]] = {}
+        for rank, home in self.copies.items():
+            near.setdefault(home, {})[rank] = home
+        parts = zip(sizes, homes, small, strict=True)
+        return [
+            Packed(head, size, home, rows, self.meta_info, near.get(home, {}) if isinstance(home, int) else self.copies)
+            for size, home, rows in parts
+        ]
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels as small columns, names and numbers, without the group: some hundred bytes, for there is one for each rank
-        and call."""
-        columns = [(name, info.dtype, info.shape, info.ragged) for name, info in self.columns.items()]
-        small = self.small if self.names_of_small() or self.small.meta_info else None
-        homes = set(np.unique(self.layout.rank).tolist()) if self.copies else ()
-        copies = {rank: home for rank, home in self.copies.items() if home in homes}
-        return _rebuild, (self.keys, small, columns, copies, *map(pack_numbers, self.layout.arrays()))
+        """Travels as names, numbers and bytes, without the group: some hundred bytes, for there is one for each rank and call."""
+        return _rebuild, tuple(self._packed or self._pack([(0, len(self))])[0])
 
 
-def _rebuild(
-    keys: tuple[str, ...],
-    small: DataProto | None,
-    columns: list[tuple[Any, ...]],
-    copies: dict[int, int],
-    *numbers: Numbers,
-) -> BatchRef:
-    rank, key, place = map(unpack_numbers, numbers)
-    infos = {name: ColumnInfo(*info) for name, *info in columns}
-    rows = small or DataProto(TensorDict({}, batch_size=[len(rank)]))
-    return BatchRef(keys, rows, infos, Layout(rank, key, place), copies=copies)
+class Packed(NamedTuple):
+    """A reference on its way.
+
+    head: of all parts of a batch, see `pack_head`.  small: the bytes of the small columns, or the columns themselves where they
+    are not plain numbers.
+    """
+
+    head: bytes
+    num_rows: int
+    homes: Homes
+    small: bytes | DataProto
+    meta: dict[str, Any]
+    copies: Mapping[int, int]
+
+    def columns_here(self) -> DataProto:
+        """Returns the small columns."""
+        if isinstance(self.small, DataProto):
+            self.small.meta_info.update(copy_containers(self.meta))
+            return self.small
+        return _join_small([self])
 
 
-Numbers = int | tuple[int, int] | tuple[str, bytes]
-"""int32 numbers on their way: their count where they are 0, 1, 2 and so on; one number and its count; or the narrowest type that
-has room for them, and their bytes."""
+def _join_small(parts: Sequence[Packed]) -> DataProto:
+    """Returns the small columns of parts of one head, which travelled as bytes."""
+    sizes = [part.num_rows for part in parts]
+    columns = unpack_rows([part.small for part in parts if isinstance(part.small, bytes)], sizes, unpack_head(parts[0].head)[2])
+    meta = join_meta([part.meta for part in parts if part.meta])
+    return DataProto(TensorDict(columns, batch_size=[sum(sizes)]), {}, meta)
 
 
-def pack_numbers(numbers: np.ndarray) -> Numbers:
-    """Returns numbers (any,) that are not negative as they travel."""
-    count = len(numbers)
-    if not count or (numbers[0] == 0 and numbers[-1] == count - 1 and np.array_equal(numbers, np.arange(count))):
-        return count
-    low, high = int(numbers.min()), int(numbers.max())
-    if low == high:
-        return low, count
-    dtype = np.min_scalar_type(high)
-    return dtype.char, numbers.astype(dtype).tobytes()
-
-
-def unpack_numbers(packed: Numbers) -> np.ndarray:
-    """Returns the numbers of `pack_numbers`, int32."""
-    if isinstance(packed, int):
-        return np.arange(packed, dtype=np.int32)
-    first, second = packed
-    if isinstance(second, bytes):
-        return np.frombuffer(second, dtype=str(first)).astype(np.int32)
-    return np.full(second, first, dtype=np.int32)
+def _rebuild(*fields: Any) -> BatchRef:
+    return BatchRef.received(Packed(*fields))
 
 
 Batch = DataProto | BatchRef

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,9 +24,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.errors import ProtocolError
-from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout, Numbers, Retain, pack_numbers, unpack_numbers
+from rlhub.protocol.batch_ref import BatchRef, ColumnStore, Retain
 from rlhub.protocol.columns import join_tensors, take_rows
 from rlhub.protocol.data_proto import DataProto
+from rlhub.protocol.layout import ColumnInfo, Layout, Numbers, pack_numbers, unpack_numbers
 
 ROWS = "rows"
 """The role of a process's RowKeeper, in calls and errors; the driver's own roles have other names."""
@@ -309,7 +310,7 @@ class RowKeeper:
 
     def fetch(self, ref: BatchRef) -> DataProto:
         """Returns the wide columns of rows that are all here."""
-        return replace(ref, small=ref.small.select([], [], [])).local(self.store)
+        return ref.select(list(ref.columns), [], []).local(self.store)
 
     def drop(self, keys: Sequence[str]) -> None:
         """Forgets these batches."""

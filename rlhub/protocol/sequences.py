@@ -40,7 +40,7 @@ def without_padding(columns: Mapping[str, Tensor], lengths: Tensor | None = None
     columns of one.  lengths: (rows,) the tokens of each response; None for a new batch.
     """
     stored = dict(columns)
-    if INPUT_IDS in columns:
+    if {INPUT_IDS, ATTENTION_MASK, RESPONSES} <= columns.keys() and not columns[INPUT_IDS].is_nested:
         ids, width = stored.pop(INPUT_IDS), columns[RESPONSES].shape[1]
         attended = stored.pop(ATTENTION_MASK).bool()
         prompt = ids.shape[1] - width

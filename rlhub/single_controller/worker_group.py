@@ -16,9 +16,9 @@ import numpy as np
 from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import DispatchError
 from rlhub.protocol import Batch, BatchRef, DataProto, Retain
-from rlhub.protocol.batch_ref import Layout
 from rlhub.protocol.columns import num_bytes
 from rlhub.protocol.exchange import plan_exchange, plan_transfer
+from rlhub.protocol.layout import Layout
 from rlhub.registry import suggest
 from rlhub.single_controller.calls import (
     CallFuture,
@@ -345,7 +345,7 @@ class WorkerGroup(ABC):
 
     def _give_back(self, result: BatchRef, given: BatchRef) -> BatchRef:
         """Adds the columns that a call has left with the copy of a batch to the batch itself."""
-        self._copied[given.key][1].columns |= result.columns
+        self._copied[given.key][1].columns.update(result.columns)
         return self._source_of(given).receive(result, given)
 
     def _lacks(self, ref: BatchRef, mode: DispatchMode) -> bool:

@@ -20,7 +20,7 @@ from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.rewards.pool import RewardFunction
-from rlhub.rewards.rows import BackgroundScorer, PackedOutcomes
+from rlhub.rewards.rows import BackgroundScorer, Decoder, PackedOutcomes
 from rlhub.sharding_manager.route import SyncReport
 from rlhub.sharding_manager.separate import WeightReceiver
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
@@ -58,17 +58,21 @@ class RolloutPart(Worker):
         model = self.config.model
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         self.vocabulary = read_vocabulary(model, tokenizer)
-        num_tp = self.config.rollout.tensor_model_parallel_size
-        dp_rank, tp_rank = divmod(self.rank, num_tp)
+        dp_rank, tp_rank = divmod(self.rank, self.config.rollout.tensor_model_parallel_size)
         if self.reward is not None and tp_rank == 0:
-            pool = self.reward.pool(self.local_rank // num_tp, -(-self.context.local_world_size // num_tp))
-            self.scorer = BackgroundScorer(pool, tokenizer)
-            self.closing.callback(self.scorer.close)
+            self._init_scoring(self.reward, tokenizer)
         setup = rollout_setup(self.config, self.runtime, self.device, dp_rank=dp_rank, tp_rank=tp_rank)
         self.rollout = build_rollout_engine(setup)
         self.closing.callback(self.rollout.shutdown)
         self.rollout.initialize()
         self._register_dispatch_collect_info("rollout", dp_rank, tp_rank == 0)
+
+    def _init_scoring(self, reward: RewardFunction, tokenizer: Decoder) -> None:
+        """Takes this rank's share of the machine's processes of the reward function, which start with the first rows."""
+        ranks = self.config.rollout.tensor_model_parallel_size  # that share an engine, of which one scores
+        pool = reward.pool(self.local_rank // ranks, -(-self.context.local_world_size // ranks))
+        self.scorer = BackgroundScorer(pool, tokenizer)
+        self.closing.callback(self.scorer.close)
 
     @property
     def bucket_bytes(self) -> int:

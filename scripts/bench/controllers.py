@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 from rlhub.protocol import BatchRef, ColumnStore, DataProto, Retain
-from rlhub.protocol.batch_ref import Layout
 from rlhub.protocol.columns import take_rows
 from rlhub.protocol.exchange import pack, plan_exchange, unpack
+from rlhub.protocol.layout import Layout
 from rlhub.trainer.ppo.step import arrange, deal, mini_batch_ids
 
 ROWS_PER_RANK, PROMPT, RESPONSE, SAMPLES = 16, 512, 512, 8

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rlhub.protocol import DataProto
-from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout
+from rlhub.protocol.batch_ref import BatchRef, ColumnStore
 from rlhub.protocol.columns import same_tensor, take_rows
+from rlhub.protocol.layout import ColumnInfo, Layout
 
 WIDE = ("ids", "mask", "lengths", "weights", "half")
 

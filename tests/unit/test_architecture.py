@@ -334,6 +334,9 @@ LIGHT = (
     "rlhub.rewards.registry",
     "rlhub.tracking.recorder",
     "rlhub.models.shape",
+    "rlhub.pipeline.builtin",
+    "rlhub.pipeline.load",
+    "rlhub.pipeline.show",
 )
 MAINS = ("main_ppo", "main_sft", "main_dpo", "main_rm", "main_eval", "main_export")
 

@@ -17,6 +17,7 @@ from rlhub.algorithms import registry as algorithms
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.envs.registry import ENVIRONMENTS
+from rlhub.pipeline.load import PIPELINES
 from rlhub.registry import Registry
 from rlhub.rewards.registry import REWARD_MANAGERS, SCORERS
 from rlhub.tools.registry import TOOL_FORMATS, TOOLS
@@ -29,6 +30,7 @@ TABLES = frozenset(
         "engines/rollout/registry.py",
         "engines/training/registry.py",
         "envs/registry.py",
+        "pipeline/load.py",
         "rewards/registry.py",
         "tools/registry.py",
         "tracking/recorder.py",
@@ -42,6 +44,7 @@ OTHERS: dict[str, Registry[Any]] = {
     "ROLLOUT_ENGINES": ROLLOUT_ENGINES,
     "TRAIN_ENGINES": TRAIN_ENGINES,
     "ENVIRONMENTS": ENVIRONMENTS,
+    "PIPELINES": PIPELINES,
     "REWARD_MANAGERS": REWARD_MANAGERS,
     "SCORERS": SCORERS,
     "TOOLS": TOOLS,
@@ -62,6 +65,9 @@ MEANINGS: dict[tuple[str, str], str] = {
     **{("tracking/run_folder.py", name): "the folder that package writes to" for name in ("tensorboard", "wandb")},
     ("engines/rollout/remote/dialects.py", "vllm"): "a kind of server that another job runs",
     ("protocol/serialization.py", "json"): "a kind of column",
+    ("trainer/preflight/checks.py", "dpo"): "the section's name",
+    ("pipeline/show.py", "json"): "a way to show a pipeline",
+    **{(f"trainer/main_{name}.py", name): "the job's configuration" for name in ("ppo", "sft", "dpo")},
 }
 """(path, string) -> what else the string means there."""
 

@@ -1,7 +1,6 @@
 """The checks before any process starts: names, files, models, memory and settings.  All problems are reported together.
 
 checks.py    all checks of a training or evaluation job, without reading weights
-names.py     what users name: registered parts, and classes and functions by file or module, whose source is parsed and not run
 rollout.py   the workflow, tools and environments of episodes, and the rollout engine
 memory.py    parameters, optimizer states and caches against the GPUs' memory, by plain arithmetic
 weights.py   the weights and vocabularies of local models

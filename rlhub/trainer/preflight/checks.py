@@ -20,6 +20,7 @@ from typing import Any
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
 from rlhub.checkpoint.store import CheckpointStore
 from rlhub.config.devices import count_gpus, driver_problem, gpu_memory_gb, torch_has_cuda
+from rlhub.config.names import read_source, unknown
 from rlhub.config.rules import checks, effects, placement
 from rlhub.config.rules.engines import Engine, engines, role_ranks
 from rlhub.config.rules.parallel import check_section
@@ -43,7 +44,6 @@ from rlhub.tracking.recorder import TRACKERS, login_problems, package_problems
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.trainer.ppo.requirements import check_group_metric
 from rlhub.trainer.preflight.memory import check_memory
-from rlhub.trainer.preflight.names import read_source, unknown
 from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine, check_weights_reach
 
 logger = logging.getLogger(__name__)

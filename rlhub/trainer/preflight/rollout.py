@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhub.agents.workflows.knobs import AgentKnobs, EnvironmentKnobs, ToolKnobs
 from rlhub.agents.workflows.registry import WHERE, WORKFLOWS, default_workflow, fill_knobs, workflow_kwargs
+from rlhub.config.names import read_source, settings_problems, target_problems, unknown
 from rlhub.config.rules import asynchronous
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import MultiTurnConfig
@@ -18,7 +19,6 @@ from rlhub.errors import ConfigError
 from rlhub.registry import suggest
 from rlhub.tools.registry import TOOL_FORMATS, TOOLS
 from rlhub.tools.toolbox import read_tool_file
-from rlhub.trainer.preflight.names import read_source, settings_problems, target_problems, unknown
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhub.config.devices import count_gpus, driver_problem, torch_has_cuda
+from rlhub.config.names import unknown
 from rlhub.config.sections.serve import MAX_PORT, ServeConfig, ServerConfig, problems
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
 from rlhub.registry import Registry
 from rlhub.tools.registry import TOOL_FORMATS
 from rlhub.trainer.preflight.checks import check_length, import_plugins, read_shape
-from rlhub.trainer.preflight.names import unknown
 
 TRAINING_PREFIX = "actor_rollout_ref."
 """Prefix of the keys that engines name; the server's configuration has the section at its root."""

@@ -13,17 +13,8 @@ import torch
 
 from rlhub.errors import ColumnStoreError, ProtocolError
 from rlhub.protocol import DataProto
-from rlhub.protocol.batch_ref import (
-    BatchRef,
-    ColumnInfo,
-    ColumnStore,
-    Layout,
-    Numbers,
-    Retain,
-    RowGroup,
-    pack_numbers,
-    unpack_numbers,
-)
+from rlhub.protocol.batch_ref import BatchRef, ColumnStore, Retain, RowGroup
+from rlhub.protocol.layout import ColumnInfo, Layout, Numbers, pack_numbers, unpack_numbers
 from tests.support.batch_refs import fetch_from, same_batch, scattered
 
 Move = Callable[[Any], Any]

@@ -14,9 +14,10 @@ import torch.multiprocessing as mp
 
 from rlhub.errors import ColumnStoreError, ProtocolError
 from rlhub.protocol import DataProto
-from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout
+from rlhub.protocol.batch_ref import BatchRef, ColumnStore
 from rlhub.protocol.columns import take_rows
 from rlhub.protocol.exchange import RankMoves, RowKeeper, own_store, pack, plan_exchange, unpack
+from rlhub.protocol.layout import ColumnInfo, Layout
 from tests.support.batch_refs import fetch_from, same_batch, scattered, travelling_bytes
 
 Spoil = Callable[[list[RankMoves]], list[RankMoves]]

@@ -16,9 +16,10 @@ import torch.multiprocessing as mp
 
 from rlhub.errors import ColumnStoreError, ProtocolError
 from rlhub.protocol import DataProto
-from rlhub.protocol.batch_ref import BatchRef, ColumnStore, Layout
+from rlhub.protocol.batch_ref import BatchRef, ColumnStore
 from rlhub.protocol.columns import take_rows
 from rlhub.protocol.exchange import RankMoves, RowKeeper, pack, plan_exchange, plan_transfer, unpack
+from rlhub.protocol.layout import Layout
 from rlhub.single_controller import Mesh
 from tests.support.batch_refs import same_batch, scattered, travelling_bytes
 

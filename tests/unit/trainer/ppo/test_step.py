@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhub.algorithms import estimation
 from rlhub.algorithms.estimation import ColumnOutputs, own_group_when_invalid
 from rlhub.algorithms.gather import Gather
+from rlhub.algorithms.inputs import on_last_token
 from rlhub.algorithms.kl import AdaptiveKLController, FixedKLController, build_kl_controller
 from rlhub.algorithms.masked import masked
 from rlhub.config.sections.algorithm import KLControlConfig
@@ -573,7 +574,7 @@ def test_the_reward_loses_beta_times_the_kl_of_old_and_reference() -> None:
     for row, length in enumerate(LENGTHS):
         expected[row][length - 1] += SCORES[row]
     torch.testing.assert_close(rewards_of(run), torch.tensor(expected))
-    assert torch.equal(run.batch.batch["scores"], torch.tensor(SCORES))
+    assert torch.equal(run.batch.batch["scores"], torch.tensor(SCORES)) and "token_level_scores" not in run.batch.batch.keys()
     per_row = [references.mean(references.inside([row], [m])) for row, m in zip(kl, mask, strict=True)]
     assert run.metrics["actor/reward_kl_penalty"] == pytest.approx(references.mean(per_row), rel=1e-5)
     assert run.metrics["actor/reward_kl_penalty_coeff"] == 0.5
@@ -602,9 +603,7 @@ def test_rewards_are_whitened_after_the_kl_over_the_tokens_that_train(whitened: 
 
 def test_without_it_rewards_are_the_scores_and_no_coefficient_is_told() -> None:
     run = learn(config_of(kl_loss=True))
-    rewards = rewards_of(run)
-    assert torch.equal(rewards[torch.arange(ROWS), torch.tensor(LENGTHS) - 1], torch.tensor(SCORES))
-    assert torch.equal(rewards.sum(1), torch.tensor(SCORES)), "and no other token has a reward"
+    assert torch.equal(rewards_of(run), on_last_token(torch.tensor(SCORES), rollout_batch().batch["response_mask"]))
     assert not any("reward_kl" in name for name in run.metrics)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhub.trainer.preflight.names import settings_problems, target_problems
+from rlhub.config.names import settings_problems, target_problems
 
 SOURCE = """
 import os

@@ -1,0 +1,130 @@
+"""The pipelines that come with rlhub: ppo, which is grpo and all their relatives with other needs, dapo, sft and dpo.
+
+Each is read from top to bottom like the algorithm in its paper.  A node without `run` is the method of its own name: a registered
+one of the workers of its role, or one of the driver (`Driver`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from rlhub.pipeline.graph import Pipeline
+
+# The columns that each call reads or writes.  response_mask are the tokens of the model as they were generated, learn_mask those
+# of the rows that train, loss_mask those of them that the policy's loss counts: none is ever written again.  Who reads row_order
+# waits until the rows are with the ranks that train on them.
+TOKENS = "input_ids attention_mask"
+ROWS = "uid ordinal sample_index prompt_length? response_length"
+SAMPLED = f"{TOKENS} prompts? responses response_mask finish_reason {ROWS} reward_fields? rollout_log_probs policy_version?"
+TEXT = f"{TOKENS} responses response_mask {ROWS} reward_fields?"
+SCORES = "token_level_scores scores valid baseline_rewards? group_metric? reward/*?"
+MODEL = f"{TOKENS} response_mask"
+DEALT = f"{MODEL} row_order"
+PREDICTED = "old_log_probs? rollout_log_probs sum_pi_squared? ref_log_prob? values?"
+SCORED = f"{SCORES} response_mask finish_reason {ROWS} row_order"
+COMPARED = "old_log_probs rollout_log_probs response_mask policy_version?"
+ESTIMATED = "token_level_rewards advantages returns learn_mask"
+CORRECTED = "old_log_probs? rollout_log_probs policy_version? learn_mask advantages"
+CHOSEN_FROM = "step sample_index mini_batch old_log_probs? rollout_log_probs advantages loss_mask"
+VALUE = f"{TOKENS} learn_mask critic_mini_batch values returns"
+POLICY = (
+    f"{TOKENS} loss_mask mini_batch advantages old_log_probs? rollout_log_probs ref_log_prob? "
+    "importance_weights? selected? staleness?"
+)
+
+
+class Needs(Protocol):
+    """Says what the chosen algorithm requires; `trainer.ppo.requirements` explains it."""
+
+    values: bool
+    reference: bool
+    old_log_probs: bool
+    selection: bool
+
+
+def ppo(config: Any, needs: Needs) -> Pipeline:
+    """Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347), and with other needs GRPO and its relatives."""
+    step = Pipeline("ppo")
+    step.add("publish", on="actor", reads="step", writes="weights_version")
+    step.add("sample", on="rollout", reads="step weights_version", writes=SAMPLED)
+    step.add("score", reads=TEXT, writes=SCORES)
+    step.add("balance", reads=f"step {ROWS}", writes="row_order mini_batch critic_mini_batch?")
+
+    step.add("compute_log_prob", on="actor", reads=DEALT, writes="old_log_probs sum_pi_squared?", when=needs.old_log_probs)
+    step.add("compute_ref_log_prob", on="reference", reads=DEALT, writes="ref_log_prob", when=needs.reference)
+    step.add("compute_values", on="critic", reads=DEALT, writes="values", when=needs.values)
+    step.add("measure_mismatch", reads=COMPARED, when=needs.old_log_probs)
+
+    step.add("advantages", reads=[SCORED, PREDICTED], writes=ESTIMATED, gathers="scores valid uid sample_index")
+    step.add("update_critic", on="critic", reads=VALUE, trains="critic", when=needs.values)
+
+    learns = "step > trainer.critic_warmup"
+    step.add("rollout_correction", reads=CORRECTED, writes="loss_mask importance_weights? staleness?", when=learns)
+    step.add("select_tokens", reads=CHOSEN_FROM, writes="selected", when=needs.selection and learns)
+    step.add("update_actor", on="actor", reads=POLICY, trains="actor", when=learns)
+    return step
+
+
+def dapo(config: Any, needs: Needs) -> Pipeline:
+    """Dynamic sampling (Yu et al. 2025, arXiv 2503.14476): samples and scores until enough groups differ in reward.
+
+    A graph has no loops, so one node repeats both, and the reward no longer runs beside the forward passes.
+    """
+    step = ppo(config, needs)
+    step.name = "dapo"
+    step.replace("sample", "dynamic_sampling", on="rollout", reads="step weights_version", writes=[SAMPLED, SCORES])
+    return step.remove("score")
+
+
+def sft(config: Any, needs: Needs | None = None) -> Pipeline:
+    """Supervised fine-tuning: one optimizer step over the next batch of demonstrations."""
+    step = Pipeline("sft", roles={"model": "rlhub.workers.roles:SFTWorker"})
+    step.add("next_batch", reads="step", writes=MODEL)
+    step.add("train_step", on="model", reads=MODEL, trains="model")
+    return step
+
+
+def dpo(config: Any, needs: Needs | None = None) -> Pipeline:
+    """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290): rows are pairs; the workers have the reference."""
+    step = Pipeline("dpo", roles={"model": "rlhub.workers.roles:DPOWorker"})
+    step.add("next_batch", reads="step", writes=MODEL)
+    step.add("train_step", on="model", reads=MODEL, trains="model")
+    return step
+
+
+class Driver(Protocol):
+    """The driver's own functions, which these pipelines call by name.
+
+    Each gets a batch of the columns that its node reads, with the columns of the step in meta_info, and returns a batch of those
+    that it writes, or None; meta_info["metrics"] of the latter are the node's metrics.
+    """
+
+    def publish(self, batch: Any) -> Any:
+        """Sends the policy's weights to the rollout engines, unless they have them already."""
+
+    def sample(self, batch: Any) -> Any:
+        """Draws prompts and returns samples of them: as many rows as a training batch has."""
+
+    def dynamic_sampling(self, batch: Any) -> Any:
+        """Does as `sample` and `score` until enough groups differ in reward."""
+
+    def score(self, batch: Any) -> Any:
+        """Returns the rewards of the samples.  Raises RewardError where too many fail."""
+
+    def balance(self, batch: Any) -> Any:
+        """Deals the rows to the ranks by their lengths: gets all columns and returns them in the new order, where they train."""
+
+    def measure_mismatch(self, batch: Any) -> Any:
+        """Compares the log-probs of rollout engine and trainer.  Raises PolicyMismatchError beyond the bound."""
+
+    def advantages(self, batch: Any) -> Any:
+        """Estimates advantages and returns, and says which rows may train."""
+
+    def rollout_correction(self, batch: Any) -> Any:
+        """Weights and rejects tokens by the distance of the policy that sampled them."""
+
+    def select_tokens(self, batch: Any) -> Any:
+        """Returns the tokens that the policy's loss chooses from each mini-batch."""
+
+    def next_batch(self, batch: Any) -> Any:
+        """Returns the next batch of a data set."""
