@@ -257,6 +257,15 @@ def fsdp_gradients(engine: TrainEngine) -> dict[str, Tensor]:
 
 
 @on_first_ranks
+def gathered(path: str, layout: dict[str, Any]) -> Any:
+    """Sample numbers and token rows that each rank has of all, from the rows of its model copy."""
+    engine, numbers = make_engine(path, layout=layout), torch.arange(7)
+    own = own_rows({"numbers": numbers, "tokens": numbers[:, None].expand(7, 3).bfloat16()}, engine, uneven=True)
+    found = [engine.gather(column) for column in own.values()]
+    return engine.dp_size, *(column[column.reshape(len(column), -1)[:, 0].argsort()].float().numpy() for column in found)
+
+
+@on_first_ranks
 def adam_steps(path: str, layout: dict[str, Any], backend: str = "megatron") -> dict[str, Any]:
     """Three clipped AdamW steps with warm-up and decay: (weights, gradient norms, rates) of an engine."""
     # eps well above rounding errors: AdamW's first steps divide vanishing gradients by their own size

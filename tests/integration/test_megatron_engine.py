@@ -272,6 +272,16 @@ def test_optimizer_states_are_on_the_device_for_the_step_alone(
         assert facts["same"] == [True, True, True]
 
 
+@pytest.mark.parametrize(("layout", "copies"), [({}, 4), (TP2, 2), (PP2, 2), (CP2, 2), (TP2 | PP2, 1)])
+def test_rows_come_together_over_the_model_copies_alone(
+    group: Group, models: dict[str, str], layout: dict[str, Any], copies: int
+) -> None:
+    """Ranks that share a copy have the same rows: each counts once on every rank, also where a copy has none."""
+    for size, numbers, tokens in group.call(checks.gathered, 4, models["qwen3"], layout):
+        assert size == copies
+        assert np.array_equal(numbers, np.arange(7)) and np.array_equal(tokens, np.arange(7)[:, None] * np.ones(3))
+
+
 def test_engines_of_a_process_agree_on_their_groups(group: Group, models: dict[str, str]) -> None:
     for message in group.call(checks.other_sizes, 2, models["qwen2"]):
         assert "tensor=2, pipeline=1" in message and "tensor=1, pipeline=2" in message
