@@ -1,7 +1,7 @@
 """The reward managers naive and dapo, and the function that builds the configured one.
 
-naive puts the score of a response on the last token that the model wrote.  dapo subtracts DAPO's soft penalty for overlong
-responses from the score first (Yu et al. 2025, arXiv 2503.14476, section 3.4).
+naive gives a response its score.  dapo subtracts DAPO's soft penalty for overlong responses from it (Yu et al. 2025, arXiv
+2503.14476, section 3.4).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _STORAGE: tuple[FaultKind, ...] = ("full", "readonly", "kill", "delay")
 _DAMAGE: tuple[FaultKind, ...] = ("truncate", "flip")
 _CALLS = {
     "actor": "init_model compute_log_prob update_actor sync_weights write_weights save_checkpoint load_checkpoint",
-    "rollout": "init_model generate_sequences sync_weights",
+    "rollout": "init_model generate_sequences begin_scoring take_outcomes sync_weights",
     "reference": "init_model compute_ref_log_prob",
     "critic": "init_model compute_values update_critic save_checkpoint load_checkpoint",
     "reward_model": "init_model compute_rm_score",
@@ -59,7 +59,10 @@ _CALLS = {
 }
 """Role -> methods of its ranks; `model` is the role of the supervised trainers."""
 _COLOCATED = "actor_rollout_ref"
-_OWNERS = {"generate_sequences": "rollout", "compute_ref_log_prob": "reference"}
+_OWNERS = {
+    **dict.fromkeys(("generate_sequences", "begin_scoring", "take_outcomes"), "rollout"),
+    "compute_ref_log_prob": "reference",
+}
 """Methods that the actor's processes may execute for another role."""
 
 PLACES: dict[str, Place] = {

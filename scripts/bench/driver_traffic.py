@@ -2,6 +2,7 @@
 
     python scripts/bench/driver_traffic.py [--rows 256] [--prompt 512] [--response 512] [--ranks 2] [--only reference]
     python scripts/bench/driver_traffic.py --rows 4096 --prompt 1024 --response 1024      # the driver's memory
+    python scripts/bench/driver_traffic.py --rows 64 --prompt 64 --response 64 --steps 200 --only reference       # what is kept
 
 Each row of the table is a whole job of GRPO with a KL loss through Ray: a tiny policy, prompts and responses of full length,
 eight samples a prompt, the fake rollout engine.  Counted are, of the second step:
@@ -11,8 +12,11 @@ eight samples a prompt, the fake rollout engine.  Counted are, of the second ste
   calls              calls of ranks
   growth             the largest resident memory of the driver after the first step began, less that before it
 
-Exit status 1 where reference moves more than 200 bytes a row and 128 KiB a step out and in, or its driver grows by more than 50
-MiB; driver is the control, which is beyond both.
+  kept               the most bytes of a batch that the ranks have after a step
+  ranks' growth      from step 50 to the last of at least 100, of the rank that grows most, resident memory, in percent
+
+Exit status 1 where reference moves more than 200 bytes a row and 128 KiB a step out and in, its driver grows by more than 50 MiB,
+ranks keep anything after a step, or grow by more than 5 %; driver is the control, which is beyond the first two.
 """
 
 from __future__ import annotations
@@ -35,8 +39,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 MODES = ("driver", "reference")
-SAMPLES, STEPS, MEASURED_STEP = 8, 2, 2
-BYTES_A_ROW, BYTES_A_STEP, GROWTH_MIB = 200, 128 * 1024, 50
+SAMPLES, MEASURED_STEP = 8, 2
+SETTLED_STEP, LONG_RUN = 50, 100
+BYTES_A_ROW, BYTES_A_STEP, GROWTH_MIB, RANKS_GROWTH = 200, 128 * 1024, 50, 0.05
 MIB = 2**20
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -88,7 +93,7 @@ def settings(folder: Path, mode: str, options: argparse.Namespace) -> list[str]:
         "trainer.device=cpu",
         f"trainer.n_gpus_per_node={options.ranks}",
         f"trainer.batches={mode}",
-        f"trainer.total_training_steps={STEPS}",
+        f"trainer.total_training_steps={options.steps}",
         "trainer.total_epochs=100",
         "trainer.logger=[]",
         f"trainer.default_local_dir={folder / mode}",
@@ -131,8 +136,8 @@ class Memory:
         self._end = threading.Event()
 
     @staticmethod
-    def now() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    def now(process: int | str = "self") -> int:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def begin(self) -> None:
         if not self.before:
@@ -158,8 +163,8 @@ def measure(arguments: list[str]) -> dict[str, float]:
     from rlhub.trainer.run import Run
 
     config = prepare(PPOConfig, "ppo", arguments)
-    data, take_step, found = build_data(config), TrainingStep.__call__, {}
-    memory = Memory()
+    data, take_step, found = build_data(config), TrainingStep.__call__, {"kept": 0.0, "ranks_growth": 0.0}
+    memory, settled = Memory(), {}
 
     def measured(self: TrainingStep, step: int, prompts: Iterator[Any]) -> dict[str, float]:
         memory.begin()
@@ -168,6 +173,12 @@ def measure(arguments: list[str]) -> dict[str, float]:
             metrics = take_step(self, step, prompts)
         if step == MEASURED_STEP:
             found.update(pickled_out=pickled.out, pickled_in=pickled.into)
+        found["kept"] = max(found["kept"], sum(self.actor.stored_bytes()))
+        ranks = {worker.pid: memory.now(worker.pid) for worker in self.actor.workers}
+        if step == SETTLED_STEP:
+            settled.update(ranks)
+        elif step == config.trainer.total_training_steps and step >= LONG_RUN:
+            found["ranks_growth"] = max(ranks[pid] / settled[pid] - 1 for pid in ranks)
         return metrics
 
     with ExitStack() as stack, patch.object(TrainingStep, "__call__", measured):
@@ -201,11 +212,13 @@ def report(mode: str, found: dict[str, float], rows: int) -> bool:
     growth = found["growth"] / MIB
     sys.stdout.write(
         f"{mode:<10} {out:>12,.0f} {into:>12,.0f} {(out + into) / rows:>10,.0f} {prompts:>12,.0f} {found['pickled_out']:>14,.0f} "
-        f"{found['pickled_in']:>14,.0f} {found['perf/driver_calls']:>6.0f} {growth:>8.1f} {found['seconds']:>6.0f}\n"
+        f"{found['pickled_in']:>14,.0f} {found['perf/driver_calls']:>6.0f} {growth:>8.1f} {found['kept']:>6.0f} "
+        f"{100 * found['ranks_growth']:>8.1f} {found['seconds']:>6.0f}\n"
     )
     pickled = found["pickled_out"] - prompts + found["pickled_in"]
     allowed = BYTES_A_ROW * rows + BYTES_A_STEP
-    return max(out + into, pickled) <= allowed and growth <= GROWTH_MIB
+    clean = found["kept"] == 0 and found["ranks_growth"] <= RANKS_GROWTH
+    return max(out + into, pickled) <= allowed and growth <= GROWTH_MIB and clean
 
 
 def main() -> int:
@@ -213,14 +226,14 @@ def main() -> int:
         Path(sys.argv[2]).write_text(json.dumps(measure(sys.argv[3:])))
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rows", 256), ("prompt", 512), ("response", 512), ("ranks", 2)):
+    for name, default in (("rows", 256), ("prompt", 512), ("response", 512), ("ranks", 2), ("steps", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--only", choices=MODES)
     options = parser.parse_args()
     sys.stdout.write(f"{options.rows} rows of {options.prompt} + {options.response} tokens, {options.ranks} ranks\n")
     sys.stdout.write(
         f"{'batches':<10} {'bytes out':>12} {'bytes in':>12} {'a row':>10} {'prompts':>12} {'pickled out':>14} "
-        f"{'pickled in':>14} {'calls':>6} {'MiB more':>8} {'s':>6}\n"
+        f"{'pickled in':>14} {'calls':>6} {'MiB more':>8} {'kept':>6} {'ranks +%':>8} {'s':>6}\n"
     )
     good = True
     with tempfile.TemporaryDirectory() as name:

@@ -13,11 +13,13 @@ import psutil
 import pytest
 import torch
 
+from rlhub.algorithms.inputs import on_last_token
 from rlhub.errors import RewardError, WorkerDiedError, WorkerError
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import ManagerParts, RewardResult
+from rlhub.rewards.base import start_scoring
 from rlhub.rewards.combine import MODEL, CombinedManager, RewardPart
 from rlhub.rewards.managers import DapoKnobs, DapoManager, NaiveManager
 from rlhub.rewards.pool import RewardFunction
@@ -191,6 +193,29 @@ def test_a_prompts_fields_travel_once_for_its_samples(run: Launched, folder: Pat
     assert traffic["perf/driver_bytes_out"] - traffic["perf/driver_bytes_prompts"] < 100
     assert 0 < traffic["perf/driver_bytes_in"] <= 20 * len(batch)
     assert isinstance(batch, BatchRef)
+    batch.drop()
+
+
+class ReadsTokens(NaiveManager):
+    """Scores tokens: half of the score on the first, half on the last."""
+
+    def __call__(self, batch: DataProto) -> RewardResult:
+        result = super().__call__(batch)
+        result.token_level_scores = on_last_token(result.scores / 2, batch.batch["response_mask"])
+        result.token_level_scores[:, 0] += result.scores / 2
+        return result
+
+
+def test_a_manager_that_reads_tokens_is_brought_the_rows_and_their_bytes_are_counted(
+    run: Launched, folder: Path, tmp_path: Path
+) -> None:
+    rollout, manager = run.groups["rollout"], ReadsTokens(manager_of(folder, "naive").parts)
+    batch, before = sampled(rollout, TEXTS, tmp_path, key="read"), rollout.fetched_bytes
+    found = start_scoring(manager, batch)()
+    manager.close()
+    assert isinstance(batch, BatchRef) and found.token_level_scores is not None
+    assert torch.allclose(found.token_level_scores.sum(1), found.scores) and bool((found.token_level_scores[:, 0] > 0).all())
+    assert rollout.fetched_bytes - before > 5 * int(batch.batch["response_length"].sum())
     batch.drop()
 
 

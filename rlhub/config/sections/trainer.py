@@ -20,7 +20,7 @@ class DeadlineConfig:
     start: PositiveFloat = 1800.0
     """Seconds for all workers to build their models and engines."""
     generate: PositiveFloat = 7200.0
-    """Seconds for one generation of a batch."""
+    """Seconds for one generation of a batch, and for the rewards of one that are waited for."""
     infer: PositiveFloat = 3600.0
     """Seconds for one pass of log-probs or values over a batch, with the passes that the same ranks do before it."""
     update: PositiveFloat = 7200.0

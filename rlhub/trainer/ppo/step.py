@@ -90,10 +90,9 @@ class TrainingStep:
             passes.append(self.critic.compute_values.submit(model_inputs(batch)))
         metrics |= add_outputs(batch, passes)
 
-        # The rewards were computed beside the passes.
+        # The rewards were computed beside the passes.  Advantages come from the actor's ranks: each computes those of its own
+        # rows, with statistics of the whole batch.
         metrics |= add_scores(batch, scorings)
-
-        # Advantages, by the actor's ranks: each of its own rows, with statistics of the whole batch.
         inputs = advantage_inputs(batch, needs, self.kl_controller.value)
         metrics |= add_outputs(batch, [self.actor.compute_advantages.submit(inputs)])
         self.mismatch.check(metrics)
