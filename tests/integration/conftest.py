@@ -19,7 +19,7 @@ LONGEST = (
     "test_worker_group_cluster.py",
 )
 """Files of few tests that take longest: up to three minutes."""
-NUM_CPUS = 4
+NUM_CPUS = 5
 """Logical CPUs of the session's cluster: ranks of at most this many may live at once."""
 
 
