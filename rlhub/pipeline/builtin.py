@@ -1,4 +1,4 @@
-"""The pipelines that come with rlhub: ppo, which is grpo and all their relatives with other needs, dapo, sft and dpo.
+"""The pipelines that come with rlhub: ppo, which is grpo and its relatives with other needs, dapo, sft, dpo and rm.
 
 Each is read from top to bottom like the algorithm in its paper.  A node without `run` is the method of its own name: a registered
 one of the workers of its role, or one of the driver (`Driver`).
@@ -19,6 +19,7 @@ SAMPLED = f"{TOKENS} prompts? responses response_mask finish_reason {ROWS} rewar
 TEXT = f"{TOKENS} responses response_mask {ROWS} reward_fields?"
 SCORES = "scores valid token_level_scores? baseline_rewards? group_metric? reward/*?"
 MODEL = f"{TOKENS} response_mask"
+PAIRS = f"{MODEL} margin?"
 PLACES = "row_order mini_batch critic_mini_batch?"
 DEALT = f"{MODEL} row_order"
 SCORED = f"{SCORES} response_mask finish_reason {ROWS} row_order"
@@ -79,7 +80,7 @@ def dapo(config: Any, needs: Needs) -> Pipeline:
 def sft(config: Any, needs: Needs | None = None) -> Pipeline:
     """Supervised fine-tuning: one optimizer step over the next batch of demonstrations."""
     step = Pipeline("sft", roles={"model": "rlhub.workers.roles:SFTWorker"})
-    step.add("next_batch", reads="step", writes=MODEL)
+    step.add("next_batch", reads="step", writes=f"{MODEL} prompts responses ordinal")
     step.add("train_step", on="model", reads=MODEL, trains="model")
     return step
 
@@ -87,8 +88,15 @@ def sft(config: Any, needs: Needs | None = None) -> Pipeline:
 def dpo(config: Any, needs: Needs | None = None) -> Pipeline:
     """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290): rows are pairs; the workers have the reference."""
     step = Pipeline("dpo", roles={"model": "rlhub.workers.roles:DPOWorker"})
-    step.add("next_batch", reads="step", writes=MODEL)
-    step.add("train_step", on="model", reads=MODEL, trains="model")
+    step.add("next_batch", reads="step", writes=f"{PAIRS} responses ordinal")
+    step.add("train_step", on="model", reads=PAIRS, trains="model")
+    return step
+
+
+def rm(config: Any, needs: Needs | None = None) -> Pipeline:
+    """Reward model from pairs (Bradley-Terry), with margins where the data have them (Touvron et al. 2023, arXiv 2307.09288)."""
+    step = dpo(config)
+    step.name, step.roles = "rm", {"model": "rlhub.workers.roles:RewardTrainingWorker"}
     return step
 
 

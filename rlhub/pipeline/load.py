@@ -22,6 +22,7 @@ PIPELINES.add_lazy("ppo", "rlhub.pipeline.builtin:ppo")
 PIPELINES.add_lazy("dapo", "rlhub.pipeline.builtin:dapo")
 PIPELINES.add_lazy("sft", "rlhub.pipeline.builtin:sft")
 PIPELINES.add_lazy("dpo", "rlhub.pipeline.builtin:dpo")
+PIPELINES.add_lazy("rm", "rlhub.pipeline.builtin:rm")
 SETTING = "trainer.pipeline"
 
 

@@ -16,10 +16,10 @@ DESCRIPTION = (
 
 def main(config: DPOConfig) -> int:
     """Builds the data and the trainer, trains, and returns the exit status (128 + signal when stopped by one)."""
-    from rlhub.trainer.supervised import build_dpo_data, build_dpo_trainer
+    from rlhub.trainer.supervised import build_data, build_trainer
     from rlhub.trainer.training import train
 
-    return train(config, build_dpo_data(config), build_dpo_trainer)
+    return train(config, build_data(config), build_trainer)
 
 
 if __name__ == "__main__":

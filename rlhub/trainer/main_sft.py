@@ -13,10 +13,10 @@ DESCRIPTION = "Supervised fine-tuning on prompts with responses, or on messages:
 
 def main(config: SFTConfig) -> int:
     """Builds the data and the trainer, trains, and returns the exit status (128 + signal when stopped by one)."""
-    from rlhub.trainer.supervised import build_sft_data, build_sft_trainer
+    from rlhub.trainer.supervised import build_data, build_trainer
     from rlhub.trainer.training import train
 
-    return train(config, build_sft_data(config), build_sft_trainer)
+    return train(config, build_data(config), build_trainer)
 
 
 if __name__ == "__main__":
