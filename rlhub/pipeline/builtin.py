@@ -100,7 +100,14 @@ def rm(config: Any, needs: Needs | None = None) -> Pipeline:
     return step
 
 
-class Driver(Protocol):
+class DataDriver(Protocol):
+    """The driver's own function of supervised training; see `Driver`."""
+
+    def next_batch(self, batch: Any) -> Any:
+        """Returns the next batch of a data set."""
+
+
+class Driver(DataDriver, Protocol):
     """The driver's own functions, which these pipelines call by name.
 
     Each gets a batch of the columns that its node reads, with the columns of the step in meta_info, and returns a batch of those
@@ -121,6 +128,3 @@ class Driver(Protocol):
 
     def balance(self, batch: Any) -> Any:
         """Deals the rows to the ranks by their lengths: gets all columns and returns them in the new order, where they train."""
-
-    def next_batch(self, batch: Any) -> Any:
-        """Returns the next batch of a data set."""

@@ -34,11 +34,12 @@ READY_MADE = tuple(name for name, column in COLUMNS.items() if column.writer == 
 def check_nodes(nodes: Sequence[Node], roles: Mapping[str, str], settings: Any = None) -> list[str]:
     """Returns the problems of a pipeline's nodes, in their order; [] where it can run.
 
-    roles: beside ROLES.  settings: the configuration whose settings conditions may name; None: any.
+    roles: the class of each role's workers, "module:Class".  settings: the configuration whose settings conditions may name;
+    None: any.
     """
     twice = [name for name, count in Counter(node.name for node in nodes).items() if count > 1]
     problems = [f"node {name!r} is declared twice; rename one" for name in twice]
-    checks = _Checks(list(nodes), {**ROLES, **roles}, settings)
+    checks = _Checks(list(nodes), roles, settings)
     own: tuple[Callable[[Node], Iterator[str]], ...] = (
         checks.role,
         checks.target,

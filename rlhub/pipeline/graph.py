@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, Unpack
 
 from rlhub.errors import ConfigError
-from rlhub.pipeline.checks import check_nodes
+from rlhub.pipeline.checks import ROLES, check_nodes
 from rlhub.pipeline.nodes import Edge, Node, NodeFields, find_edges
 from rlhub.registry import suggest
 
@@ -117,9 +117,12 @@ class Pipeline:
                 del self.nodes[index]
         return self
 
-    def problems(self, settings: Any = None) -> list[str]:
-        """Returns all that is wrong.  settings: the configuration whose settings conditions may name; None: any."""
-        return [*self._problems, *check_nodes(self.nodes, self.roles, settings)]
+    def problems(self, settings: Any = None, usual: Mapping[str, str] = ROLES) -> list[str]:
+        """Returns all that is wrong.
+
+        settings: the configuration whose settings conditions may name; None: any.  usual: the roles beside the pipeline's own.
+        """
+        return [*self._problems, *check_nodes(self.nodes, {**usual, **self.roles}, settings)]
 
     def build(self, settings: Any = None) -> TaskGraph:
         """Returns the graph of the nodes that run.  Raises ConfigError with all problems."""

@@ -6,24 +6,32 @@ built-in one and insert, replace and remove nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhub.config.names import target_problems, unknown
 from rlhub.errors import ConfigError, RlhubError
+from rlhub.pipeline.checks import ROLES
 from rlhub.pipeline.graph import Pipeline
+from rlhub.pipeline.nodes import DRIVER
 from rlhub.registry import Registry
 from rlhub.utils.user_code import load_target
 
 PipelineFunction = Callable[[Any, Any], Pipeline]
 """(configuration, needs) -> Pipeline"""
 PIPELINES: Registry[PipelineFunction] = Registry("pipeline")
-PIPELINES.add_lazy("ppo", "rlhub.pipeline.builtin:ppo")
-PIPELINES.add_lazy("dapo", "rlhub.pipeline.builtin:dapo")
-PIPELINES.add_lazy("sft", "rlhub.pipeline.builtin:sft")
-PIPELINES.add_lazy("dpo", "rlhub.pipeline.builtin:dpo")
-PIPELINES.add_lazy("rm", "rlhub.pipeline.builtin:rm")
+BUILT_IN = {"ppo": ("ppo", "dapo"), "sft": ("sft",), "dpo": ("dpo",), "rm": ("rm",)}
+"""The pipelines of each command, main_ppo and so on; the first is its own."""
+for _name in (name for names in BUILT_IN.values() for name in names):
+    PIPELINES.add_lazy(_name, f"rlhub.pipeline.builtin:{_name}")
 SETTING = "trainer.pipeline"
+SUPERVISED_ROLES = {DRIVER: "rlhub.pipeline.builtin:DataDriver"}
+"""The roles of main_sft, main_dpo and main_rm beside those of a pipeline itself."""
+
+
+def command_of(config: Any) -> str:
+    """Returns the name of the command whose configuration this is, for example sft, which is also that of its own pipeline."""
+    return type(config).__name__.removesuffix("Config").lower()
 
 
 def load_pipeline(target: str) -> PipelineFunction:
@@ -38,11 +46,17 @@ def load_pipeline(target: str) -> PipelineFunction:
     return function
 
 
-def pipeline_problems(target: str, config: Any, needs: Any) -> list[str]:
+def pipeline_problems(target: str | None, config: Any, needs: Any, usual: Mapping[str, str] = ROLES) -> list[str]:
     """Returns all that is wrong with a configuration's pipeline, for the checks before the start.
 
+    target: None is the command's own.  usual: the roles that there are beside the pipeline's own, with the class of each.
     The user's function is run; nothing else is imported.
     """
+    own = BUILT_IN.get(command_of(config), ())
+    if target is None:
+        return []
+    if target not in own and any(target in names for names in BUILT_IN.values()):
+        return [f"{SETTING}={target} is another command's; of this one: {', '.join(own)}, or your own as path.py:function"]
     try:
         pipeline: Any = load_pipeline(target)(config, needs)
     except ConfigError as error:
@@ -53,4 +67,4 @@ def pipeline_problems(target: str, config: Any, needs: Any) -> list[str]:
         return [f"{SETTING}={target}: it raised {type(error).__name__}: {error}"]
     if not isinstance(pipeline, Pipeline):
         return [f"{SETTING}={target}: it returned {type(pipeline).__name__}; expected a rlhub.pipeline.graph.Pipeline"]
-    return [f"{SETTING}={target}: {problem}" for problem in pipeline.problems(config)]
+    return [f"{SETTING}={target}: {problem}" for problem in pipeline.problems(config, usual)]

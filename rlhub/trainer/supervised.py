@@ -20,9 +20,10 @@ from rlhub.config.sections.sft import SFTConfig
 from rlhub.data.order import IndexedData, ResumableLoader
 from rlhub.data.supervised import PreferenceDataset, SFTDataset
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
-from rlhub.pipeline.builtin import PAIRS, dpo, rm, sft
+from rlhub.pipeline.builtin import PAIRS
 from rlhub.pipeline.executor import Executor, RoleCalls, names_of
-from rlhub.pipeline.graph import Pipeline, TaskGraph
+from rlhub.pipeline.graph import TaskGraph
+from rlhub.pipeline.load import command_of, load_pipeline
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
 from rlhub.trainer.launch import launch_workers
@@ -32,7 +33,6 @@ from rlhub.utils.user_code import load_target
 from rlhub.workers.memory_handover import WorkerRuntime
 
 SupervisedConfig = SFTConfig | DPOConfig | RMConfig
-PIPELINES: dict[type[SupervisedConfig], Callable[[Any], Pipeline]] = {SFTConfig: sft, DPOConfig: dpo, RMConfig: rm}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,7 +142,7 @@ def _model_inputs(batch: DataProto) -> DataProto:
 
 def build_trainer(config: SupervisedConfig, data: SupervisedData, run: Run, stack: ExitStack) -> SupervisedTrainer:
     """Starts the workers that the job's pipeline names and builds its trainer.  What must be ended is put on `stack`."""
-    pipeline = PIPELINES[type(config)](config)
+    pipeline = load_pipeline(config.trainer.pipeline or command_of(config))(config, None)
     config.optim.total_training_steps = data.total_steps
     runtime = WorkerRuntime(
         device=config.trainer.device,

@@ -67,7 +67,7 @@ MEANINGS: dict[tuple[str, str], str] = {
     ("protocol/serialization.py", "json"): "a kind of column",
     ("trainer/preflight/checks.py", "dpo"): "the section's name",
     ("pipeline/show.py", "json"): "a way to show a pipeline",
-    **{(f"trainer/main_{name}.py", name): "the job's configuration" for name in ("ppo", "sft", "dpo")},
+    **{(f"trainer/main_{name}.py", name): "the job's configuration" for name in ("ppo", "sft", "dpo", "rm")},
 }
 """(path, string) -> what else the string means there."""
 

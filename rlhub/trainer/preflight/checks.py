@@ -37,6 +37,7 @@ from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import ConfigError
 from rlhub.models.shape import LANGUAGE_MODEL, ModelShape, read_labels, read_model_shape, read_model_values, reward_problem
 from rlhub.models.weight_files import file_problems
+from rlhub.pipeline.load import SUPERVISED_ROLES, pipeline_problems
 from rlhub.registry import Registry, knobs_for
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
@@ -128,8 +129,9 @@ def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, data_problems: l
         *data_problems,
         *check_machine(config.trainer),
         *check_folders(config.trainer),
+        *check_engines(config),
+        *pipeline_problems(config.trainer.pipeline, config, None, SUPERVISED_ROLES),
     ]
-    problems += check_engines(config)
     shape = read_shape(config.model, "model", problems)
     if shape is not None:
         problems += check_length(shape, config.data.max_length, f"data.max_length={config.data.max_length}", "model")

@@ -10,11 +10,12 @@ import pytest
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, LoadError
 from rlhub.pipeline import builtin
-from rlhub.pipeline.builtin import dapo, dpo, ppo, sft
+from rlhub.pipeline.builtin import dapo, dpo, ppo, rm, sft
+from rlhub.pipeline.checks import ROLES, methods_of
 from rlhub.pipeline.columns import COLUMNS, DIMS, DTYPES, Use, parse_uses
 from rlhub.pipeline.conditions import condition_problem, holds
 from rlhub.pipeline.graph import Pipeline, TaskGraph
-from rlhub.pipeline.load import load_pipeline, pipeline_problems
+from rlhub.pipeline.load import SUPERVISED_ROLES, load_pipeline, pipeline_problems
 from rlhub.pipeline.nodes import Edge, NodeFields
 from rlhub.trainer.ppo.requirements import Requirements, requirements
 from tests.support.pipelines import SomeNeeds, graph_of
@@ -157,10 +158,9 @@ def test_dapo_samples_and_scores_in_one_node() -> None:
 
 
 def test_a_driver_has_every_method_that_the_built_in_pipelines_call() -> None:
-    nodes = [node for function in (ppo, dapo, sft, dpo) for node in function(None, SomeNeeds()).nodes]
-    called = {node.run for node in nodes if node.on == "driver" or node.run in vars(builtin.Driver)}
-    methods = {name for name in vars(builtin.Driver) if not name.startswith("_")}
-    assert called == methods
+    nodes = [node for function in (ppo, dapo, sft, dpo, rm) for node in function(None, SomeNeeds()).nodes]
+    called = {node.run for node in nodes if node.on == "driver" or node.run in dir(builtin.Driver)}
+    assert called == methods_of(ROLES["driver"]) and methods_of(SUPERVISED_ROLES["driver"]) == {"next_batch"}
 
 
 # --- a pipeline as text ------------------------------------------------------------------------------------------------------
