@@ -86,8 +86,8 @@ class _Checks:
         if ":" in node.run:
             yield from (problem.replace("run=", "runs ", 1) for problem in target_problems("run", node.run))
             return
-        own = methods_of(self.roles[node.on]) if node.on in self.roles else None
-        drivers = methods_of(self.roles[DRIVER]) or set()
+        own = methods_of(self.roles[node.on], node.on == DRIVER) if node.on in self.roles else None
+        drivers = methods_of(self.roles[DRIVER], True) or set()
         if own is None or node.run in drivers | own:
             return
         known = sorted(own if node.on == DRIVER else drivers | own)
@@ -221,9 +221,9 @@ def _circle(edges: Sequence[Edge], cyclic: set[str]) -> list[str]:
 
 
 @cache
-def methods_of(target: str) -> set[str] | None:
-    """Returns the methods that a step may call of a class "module:Class": the registered ones of workers, all public ones of a
-    protocol, those of base classes too.  None where the source cannot be read."""
+def methods_of(target: str, every: bool = False) -> set[str] | None:
+    """Returns the methods that a step may call of a class "module:Class": the registered ones of workers, every public one of
+    the driver, those of base classes too.  None where the source cannot be read."""
     source, name = source_of(target)
     if source is None or source.problem is not None:
         return None
@@ -231,7 +231,6 @@ def methods_of(target: str) -> set[str] | None:
     if not isinstance(definition, ast.ClassDef):
         return None
     bases = [ast.unparse(base) for base in definition.bases]
-    every = "Protocol" in bases
     found = {
         item.name
         for item in definition.body
@@ -247,7 +246,7 @@ def methods_of(target: str) -> set[str] | None:
     }
     for base in bases:
         here = base if source.definition(base) is not None else None
-        inherited = methods_of(f"{module}:{here}" if here else origins[base]) if here or base in origins else set()
+        inherited = methods_of(f"{module}:{here}" if here else origins[base], every) if here or base in origins else set()
         found |= inherited or set()
     return found
 

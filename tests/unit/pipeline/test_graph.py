@@ -160,7 +160,7 @@ def test_dapo_samples_and_scores_in_one_node() -> None:
 def test_a_driver_has_every_method_that_the_built_in_pipelines_call() -> None:
     nodes = [node for function in (ppo, dapo, sft, dpo, rm) for node in function(None, SomeNeeds()).nodes]
     called = {node.run for node in nodes if node.on == "driver" or node.run in dir(builtin.Driver)}
-    assert called == methods_of(ROLES["driver"]) and methods_of(SUPERVISED_ROLES["driver"]) == {"next_batch"}
+    assert called == methods_of(ROLES["driver"], True) and methods_of(SUPERVISED_ROLES["driver"], True) == {"next_batch"}
 
 
 # --- a pipeline as text ------------------------------------------------------------------------------------------------------
