@@ -1,6 +1,6 @@
 """Generation with the policy's weights: token ids in, token ids with log-probs and policy versions out.
 
-base                 RolloutEngine, the interface, with its requests, their checks, and completions; ExternalWeights; weight streams
+base                 RolloutEngine, the interface, with requests, their checks and completions; ExternalWeights; weight streams
 registry             the table of engines, and the settings that each of them cannot serve; loads no torch
 vllm/ hf/ remote/    the engines: vLLM, a plain Hugging Face model, and a server of another job
 fake                 an engine without a model, for tests of the code that uses an engine
