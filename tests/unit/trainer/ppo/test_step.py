@@ -16,10 +16,10 @@ from torch import Tensor
 
 from rlhub.algorithms import estimation
 from rlhub.algorithms.estimation import ColumnOutputs, own_group_when_invalid
-from rlhub.algorithms.gather import Gather
 from rlhub.algorithms.inputs import on_last_token
 from rlhub.algorithms.kl import AdaptiveKLController, FixedKLController, build_kl_controller
 from rlhub.algorithms.masked import masked
+from rlhub.algorithms.statistics import Gather
 from rlhub.config.sections.algorithm import KLControlConfig
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.trainer import TrainerConfig
