@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhub.config.names import target_problems, unknown
 from rlhub.errors import ConfigError, RlhubError
-from rlhub.pipeline.graph import Pipeline
+from rlhub.pipeline.graph import Pipeline, TaskGraph
 from rlhub.registry import Registry
 from rlhub.utils.user_code import load_target
 
@@ -37,19 +37,32 @@ def load_pipeline(target: str) -> PipelineFunction:
     return function
 
 
-def pipeline_problems(target: str, config: Any, needs: Any) -> list[str]:
-    """Returns all that is wrong with a configuration's pipeline, for the checks before the start.
+def build_pipeline(target: str, config: Any, needs: Any) -> TaskGraph:
+    """Returns the checked graph of a configuration's pipeline.
 
-    The user's function is run; nothing else is imported.
+    The user's function is run; nothing that nodes name is imported.  Raises ConfigError with all that is wrong.
     """
     try:
         pipeline: Any = load_pipeline(target)(config, needs)
+    except ConfigError:
+        raise
+    except RlhubError as error:
+        raise ConfigError(f"{SETTING}={target}: {error}") from error
+    except Exception as error:  # boundary to the user's code
+        raise ConfigError(f"{SETTING}={target}: it raised {type(error).__name__}: {error}") from error
+    if not isinstance(pipeline, Pipeline):
+        found = type(pipeline).__name__
+        raise ConfigError(f"{SETTING}={target}: it returned {found}; expected a rlhub.pipeline.graph.Pipeline")
+    problems = pipeline.problems(config)
+    if problems:
+        raise ConfigError([f"{SETTING}={target}: {problem}" for problem in problems])
+    return pipeline.build(config)
+
+
+def pipeline_problems(target: str, config: Any, needs: Any) -> list[str]:
+    """Returns all that is wrong with a configuration's pipeline, for the checks before the start."""
+    try:
+        build_pipeline(target, config, needs)
     except ConfigError as error:
         return list(error.problems)
-    except RlhubError as error:
-        return [f"{SETTING}={target}: {error}"]
-    except Exception as error:  # noqa: BLE001 - boundary to the user's code
-        return [f"{SETTING}={target}: it raised {type(error).__name__}: {error}"]
-    if not isinstance(pipeline, Pipeline):
-        return [f"{SETTING}={target}: it returned {type(pipeline).__name__}; expected a rlhub.pipeline.graph.Pipeline"]
-    return [f"{SETTING}={target}: {problem}" for problem in pipeline.problems(config)]
+    return []

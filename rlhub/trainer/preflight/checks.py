@@ -42,7 +42,7 @@ from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.recorder import TRACKERS, login_problems, package_problems
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.trainer.ppo.requirements import check_group_metric
+from rlhub.trainer.ppo.requirements import check_group_metric, check_pipeline
 from rlhub.trainer.preflight.memory import check_memory
 from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine, check_weights_reach
 
@@ -86,6 +86,8 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
     if config.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:
         requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
         problems += checks.check_requirements(config, requires)
+        if config.actor_rollout_ref.actor.policy_loss.loss_mode in POLICY_LOSSES:
+            problems += check_pipeline(config)
     for warning in [] if problems else [*warnings(config, set_keys), *checks.notes(config), *surprises(config)]:
         logger.warning(warning)
     return problems
