@@ -30,13 +30,14 @@ SCHEMA_VERSION = 1
 class TaskGraph:
     """The nodes of a step in an order in which they can run, the same on every rank, and the edges between them.
 
-    skipped: the names of declared nodes that do not run in this configuration.
+    skipped: the names of declared nodes that do not run in this configuration.  roles: the pipeline's own, see Pipeline.
     """
 
     name: str
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
     skipped: tuple[str, ...] = ()
+    roles: Mapping[str, str] = field(default_factory=dict)
 
     def node(self, name: str) -> Node:
         """Returns the node of that name."""
@@ -124,14 +125,15 @@ class Pipeline:
         """
         return [*self._problems, *check_nodes(self.nodes, {**usual, **self.roles}, settings)]
 
-    def build(self, settings: Any = None) -> TaskGraph:
+    def build(self, settings: Any = None, usual: Mapping[str, str] = ROLES) -> TaskGraph:
         """Returns the graph of the nodes that run.  Raises ConfigError with all problems."""
-        problems = self.problems(settings)
+        problems = self.problems(settings, usual)
         if problems:
             raise ConfigError([f"pipeline {self.name!r}: {problem}" for problem in problems])
         active = [node for node in self.nodes if node.when is not False]
         skipped = tuple(node.name for node in self.nodes if node.when is False)
-        return TaskGraph(name=self.name, nodes=tuple(active), edges=tuple(find_edges(active)), skipped=skipped)
+        edges = tuple(find_edges(active))
+        return TaskGraph(name=self.name, nodes=tuple(active), edges=edges, skipped=skipped, roles=dict(self.roles))
 
     def _place(self, index: int, name: str, fields: NodeFields) -> Self:
         for unknown in fields.keys() - NodeFields.__annotations__.keys():

@@ -12,7 +12,7 @@ from typing import Any
 from rlhub.config.names import target_problems, unknown
 from rlhub.errors import ConfigError, RlhubError
 from rlhub.pipeline.checks import ROLES
-from rlhub.pipeline.graph import Pipeline
+from rlhub.pipeline.graph import Pipeline, TaskGraph
 from rlhub.pipeline.nodes import DRIVER
 from rlhub.registry import Registry
 from rlhub.utils.user_code import load_target
@@ -20,7 +20,7 @@ from rlhub.utils.user_code import load_target
 PipelineFunction = Callable[[Any, Any], Pipeline]
 """(configuration, needs) -> Pipeline"""
 PIPELINES: Registry[PipelineFunction] = Registry("pipeline")
-BUILT_IN = {"ppo": ("ppo", "dapo"), "sft": ("sft",), "dpo": ("dpo",), "rm": ("rm",)}
+BUILT_IN: Mapping[str, tuple[str, ...]] = {"ppo": ("ppo", "dapo"), "sft": ("sft",), "dpo": ("dpo",), "rm": ("rm",)}
 """The pipelines of each command, main_ppo and so on; the first is its own."""
 for _name in (name for names in BUILT_IN.values() for name in names):
     PIPELINES.add_lazy(_name, f"rlhub.pipeline.builtin:{_name}")
@@ -46,25 +46,38 @@ def load_pipeline(target: str) -> PipelineFunction:
     return function
 
 
-def pipeline_problems(target: str | None, config: Any, needs: Any, usual: Mapping[str, str] = ROLES) -> list[str]:
-    """Returns all that is wrong with a configuration's pipeline, for the checks before the start.
+def build_pipeline(target: str, config: Any, needs: Any, usual: Mapping[str, str] = ROLES) -> TaskGraph:
+    """Returns the checked graph of a configuration's pipeline.
 
-    target: None is the command's own.  usual: the roles that there are beside the pipeline's own, with the class of each.
-    The user's function is run; nothing else is imported.
+    usual: the roles that there are beside the pipeline's own, with the class of each.  The user's function is run; nothing that
+    nodes name is imported.  Raises ConfigError with all that is wrong.
     """
     own = BUILT_IN.get(command_of(config), ())
-    if target is None:
-        return []
     if target not in own and any(target in names for names in BUILT_IN.values()):
-        return [f"{SETTING}={target} is another command's; of this one: {', '.join(own)}, or your own as path.py:function"]
+        raise ConfigError(
+            f"{SETTING}={target} is another command's; of this one: {', '.join(own)}, or your own as path.py:function"
+        )
     try:
         pipeline: Any = load_pipeline(target)(config, needs)
+    except ConfigError:
+        raise
+    except RlhubError as error:
+        raise ConfigError(f"{SETTING}={target}: {error}") from error
+    except Exception as error:  # boundary to the user's code
+        raise ConfigError(f"{SETTING}={target}: it raised {type(error).__name__}: {error}") from error
+    if not isinstance(pipeline, Pipeline):
+        found = type(pipeline).__name__
+        raise ConfigError(f"{SETTING}={target}: it returned {found}; expected a rlhub.pipeline.graph.Pipeline")
+    problems = pipeline.problems(config, usual)
+    if problems:
+        raise ConfigError([f"{SETTING}={target}: {problem}" for problem in problems])
+    return pipeline.build(config, usual)
+
+
+def pipeline_problems(target: str, config: Any, needs: Any, usual: Mapping[str, str] = ROLES) -> list[str]:
+    """Returns all that is wrong with a configuration's pipeline, for the checks before the start."""
+    try:
+        build_pipeline(target, config, needs, usual)
     except ConfigError as error:
         return list(error.problems)
-    except RlhubError as error:
-        return [f"{SETTING}={target}: {error}"]
-    except Exception as error:  # noqa: BLE001 - boundary to the user's code
-        return [f"{SETTING}={target}: it raised {type(error).__name__}: {error}"]
-    if not isinstance(pipeline, Pipeline):
-        return [f"{SETTING}={target}: it returned {type(pipeline).__name__}; expected a rlhub.pipeline.graph.Pipeline"]
-    return [f"{SETTING}={target}: {problem}" for problem in pipeline.problems(config, usual)]
+    return []

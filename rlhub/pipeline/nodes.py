@@ -1,7 +1,7 @@
 """A node of a pipeline, one call of a training step, and the edges that follow from what nodes read, write and train.
 
-An edge says that one node waits for another, for one of three reasons: it reads columns that the other writes; it trains a role
-whose weights the other uses; or it says so (`after`).
+An edge says that one node waits for another, for one of four reasons: it reads columns that the other writes; it trains a role
+whose weights the other uses; one of them moves the rows whose tokens the other uses; or it says so (`after`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from rlhub.pipeline.columns import ROW_ORDER, Use, parse_uses
+from rlhub.pipeline.columns import COLUMNS, ROW_ORDER, Use, parse_uses
 
 DRIVER = "driver"
 NodeType = Literal["compute", "data_load", "env_interact", "model_inference", "model_train"]
@@ -130,11 +130,31 @@ def find_edges(nodes: Sequence[Node]) -> list[Edge]:
             columns, trains, _ = reason(source, node.name)
             if source in position:
                 reasons[source, node.name] = columns, trains, True
-    ordered = sorted(reasons.items(), key=lambda item: (position[item[0][1]], position[item[0][0]]))
-    return [
+    edges = [
         Edge(source=source, target=target, columns=tuple(columns), trains=trains, after=after)
-        for (source, target), (columns, trains, after) in ordered
+        for (source, target), (columns, trains, after) in reasons.items()
     ]
+    edges += _beside_moves(nodes, edges)
+    return sorted(edges, key=lambda edge: (position[edge.target], position[edge.source]))
+
+
+def _beside_moves(nodes: Sequence[Node], edges: Sequence[Edge]) -> Iterator[Edge]:
+    """Yields an edge between a node that puts the rows in another order, which may move them to other processes, and each of
+    those that use columns of tokens: nodes above it end first, nodes below it start then.
+
+    The driver's own functions are excepted: they take their rows at once.
+    """
+    before = ancestors(edges)
+    wide = {name for name, column in COLUMNS.items() if column.wide}
+    wide |= {use.name for node in nodes for use in node.writes if use.dims is not None and len(use.dims) > 1}
+    for index, mover in enumerate(nodes):
+        for other, node in enumerate(nodes) if mover.rearranges else ():
+            ordered = mover.name in before.get(node.name, ()) or node.name in before.get(mover.name, ())
+            taken_at_once = node.on == DRIVER and ":" not in node.run
+            if other == index or ordered or taken_at_once or wide.isdisjoint(use.name for use in (*node.reads, *node.writes)):
+                continue
+            source, target = (node, mover) if other < index else (mover, node)
+            yield Edge(source=source.name, target=target.name, after=True)
 
 
 def column_pairs(nodes: Sequence[Node]) -> Iterator[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""A graph to look at: text, mermaid (for documents), JSON (for programs) and SVG (for reports, with the time of each node).
+"""A graph to look at: text, mermaid (for documents), JSON (for programs) and SVG (for reports).
 
 Each form has all nodes and edges.  JSON has a schema version and the graph's hash.
 """
@@ -59,10 +59,11 @@ def to_json(graph: TaskGraph, seconds: Seconds | None = None) -> str:
     return json.dumps({**graph.as_dict(), "hash": graph.hash, **timings}, indent=2) + "\n"
 
 
-def to_svg(graph: TaskGraph, seconds: Seconds | None = None) -> str:
-    """Returns a picture that stands inside an HTML page: nodes in layers from top to bottom, a bar for the share of the time.
+def to_svg(graph: TaskGraph) -> str:
+    """Returns a picture that stands inside an HTML page: nodes in layers from top to bottom.
 
-    A node is a group with data-node, an edge a path with data-source and data-target.
+    A node is a group with data-node, an edge a path with data-source and data-target.  The report of a run (tracking/report.py)
+    adds each node's time to its last text.
     """
     layers = layers_of(graph)
     widest = max(map(len, layers), default=1)
@@ -76,12 +77,11 @@ def to_svg(graph: TaskGraph, seconds: Seconds | None = None) -> str:
         for row, layer in enumerate(layers)
         for column, node in enumerate(layer)
     }
-    longest = max((seconds or {}).values(), default=0.0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="12" data-graph={quoteattr(graph.name)} data-hash="{graph.hash}">',
         *(_svg_edge(edge, places) for edge in graph.edges),
-        *(_svg_node(node, places[node.name], seconds or {}, longest) for node in graph.nodes),
+        *(_svg_node(node, places[node.name]) for node in graph.nodes),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -106,22 +106,16 @@ def layers_of(graph: TaskGraph) -> list[list[Node]]:
     return [[node for node in graph.nodes if depth[node.name] == row] for row in range(max(depth.values(), default=-1) + 1)]
 
 
-def _svg_node(node: Node, place: tuple[float, float], seconds: Seconds, longest: float) -> str:
+def _svg_node(node: Node, place: tuple[float, float]) -> str:
     x, y = place
-    time = seconds.get(node.name)
-    below = f"{node.type} on {node.role}" if time is None else f"{node.type} on {node.role}: {time:.3f} s"
-    bar = "" if not time or not longest else _bar(x, y, time / longest)
+    below = f"{node.type} on {node.role}"
     return (
         f"<g data-node={quoteattr(node.name)}>"
         f"<title>{escape(_tooltip(node))}</title>"
-        f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{COLORS[node.type]}" stroke="#5f6368"/>{bar}'
+        f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{COLORS[node.type]}" stroke="#5f6368"/>'
         f'<text x="{x + WIDTH / 2:g}" y="{y + 19:g}" text-anchor="middle" font-weight="bold">{escape(node.name)}</text>'
         f'<text x="{x + WIDTH / 2:g}" y="{y + 35:g}" text-anchor="middle" font-size="10">{escape(below)}</text></g>'
     )
-
-
-def _bar(x: float, y: float, share: float) -> str:
-    return f'<rect x="{x:g}" y="{y + HEIGHT - 4:g}" width="{WIDTH * share:.1f}" height="4" fill="#1a73e8"/>'
 
 
 def _svg_edge(edge: Edge, places: Mapping[str, tuple[float, float]]) -> str:

@@ -299,6 +299,20 @@ class WorkerGroup(ABC):
         after = Layout.even(len(batch), arranged.collecting)
         return BatchRef((key,), small, kept[0].columns, after, self, arranged.copies)
 
+    def add_columns(self, ref: BatchRef) -> BatchRef:
+        """Sends the columns of `ref.small` of more than one number a row to the ranks that have the rows, all of one batch, where
+        they stay; returns the reference with them."""
+        wide = [name for name, column in ref.small.tensors().items() if column.is_nested or column.dim() > 1]
+        if not wide:
+            return ref
+        columns, calls = ref.small.select(wide, [], []), []
+        for rank in range(self.world_size):
+            rows = np.flatnonzero(ref.layout.rank == ref.copies.get(rank, rank))
+            calls.append((rank, columns.select_idxs(rows[np.argsort(ref.layout.place[rows])]), ref.key))
+        kept = self._call_rows("keep", calls)
+        small = ref.small.select([name for name in ref.small.tensors() if name not in wide])
+        return BatchRef(ref.keys, small, ref.columns | kept[0].columns, ref.layout, self, ref.copies)
+
     def collect(self, small: DataProto, columns: dict[str, ColumnInfo], sources: SourcesOf, mesh: str, key: str) -> BatchRef:
         """Lets the ranks get rows from processes outside of all worker groups: part r of the rows those of shard r, under `key`.
 

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.spans import read_trace
 from rlhub.tracking.tracker import GenerationRow, RunInfo, Status
 from rlhub.utils.atomic import write_text
+from rlhub.utils.timing import NODE_TIME
 
 QUIET_S, QUIET_STEPS = 60.0, 3
 """The page says that a run has probably ended when its report is older than QUIET_STEPS times its longest step, or times QUIET_S
@@ -33,6 +34,9 @@ SAMPLE_ROWS = 8
 SAMPLE_CHARACTERS = 4000
 STEP_TIME = "timing_s/step"
 STALENESS_SHARE = "staleness/share_"  # begins the metrics that say which share of a step's samples is how many versions behind
+GRAPH_NODE = re.compile(r"""(?P<node><g data-node=(?P<q>["'])(?P<name>.*?)(?P=q)>.*?)</text></g>""", re.DOTALL)
+"""A node in graph.svg; its last text ends the group."""
+GRAPH_NOTE = '<p class="note">The mean seconds of each node; those of nodes that run at the same time overlap.</p>'
 GANTT_NOTE = "What ran when, a row for each role, replica or thread; trace.json has more of it, for ui.perfetto.dev."
 CURVES_NOTE = (
     "Steps run from left to right. Of noisy figures the pale line is the value of each step and the strong one a moving average. "
@@ -100,7 +104,7 @@ def write_report(folder: RunFolder, info: RunInfo, status: Status, message: str 
     """Writes report.html from the files of the run folder, in place of the old one, and returns its path."""
     series = collect(read_metrics(folder.metrics))
     sections = [_header(series, info, status), _alert(status, message), _tiles(series)]
-    sections += [_panels(series), _timing(series), _gantt(folder), _staleness(series)]
+    sections += [_panels(series), _timing(series), _graph(folder, series), _gantt(folder), _staleness(series)]
     sections += [_samples(folder.generations), _others(series), _config(folder)]
     body = "\n".join(section for section in sections if section)
     document = page(f"{info.experiment} · {info.project}", body)
@@ -202,7 +206,8 @@ def _panels(series: dict[str, Series]) -> str:
 
 def _others(series: dict[str, Series]) -> str:
     in_panels = {one.name for panel in PANELS for one in _matching(series, panel)}
-    left = [name for name in series if name not in in_panels and not name.startswith(("timing_s/", STALENESS_SHARE))]
+    shown = ("timing_s/", STALENESS_SHARE, NODE_TIME)
+    left = [name for name in series if name not in in_panels and not name.startswith(shown)]
     charts = [line_chart(Chart(title=name, series=[series[name]])) for name in sorted(left, key=_natural)]
     if not charts:
         return ""
@@ -234,6 +239,21 @@ def _timing(series: dict[str, Series]) -> str:
         )
     chart = stacked_columns("Seconds per step", steps, columns, unit="s")
     return f'<h2>Time</h2><div class="charts wide">{chart}<div class="chart">{_time_table(columns, len(steps))}</div></div>'
+
+
+def _graph(folder: RunFolder, series: dict[str, Series]) -> str:
+    """Returns the section with the graph of a step, where it is one, and the mean time of each node."""
+    if not folder.graph.is_file():
+        return ""
+    of_nodes = [one for name, one in series.items() if name.startswith(NODE_TIME)]
+    times = {one.name.removeprefix(NODE_TIME): statistics.fmean(one.values) for one in of_nodes}
+
+    def with_time(match: re.Match[str]) -> str:
+        seconds = times.get(unescape(match["name"]))
+        return match[0] if seconds is None else f"{match['node']}: {seconds:.3f} s</text></g>"
+
+    picture = GRAPH_NODE.sub(with_time, folder.graph.read_text(encoding="utf-8"))
+    return f'<h2>The step as a graph</h2><div class="charts wide"><div class="chart">{picture}</div></div>{GRAPH_NOTE}'
 
 
 def _gantt(folder: RunFolder) -> str:

@@ -5,7 +5,8 @@
         report.html            the run at a glance                    generations/     sample completions
         logs/<role>-rank<r>.log                                       global_step_<n>/ checkpoints
         trace.json             the timeline, for trace viewers        trackers/<name>/ files of a tracker on this machine
-        run.lock tracking.json                                        earlier-<k>/     an earlier run that was moved aside
+        graph.svg              the graph of a step, if it is one      earlier-<k>/     an earlier run that was moved aside
+        run.lock tracking.json
 
 Names of files that a run writes match `WRITTEN`; all other files in the folder are the user's and stay as they are.  A folder
 with files but without a run is refused, since a run would write among them.
@@ -42,7 +43,7 @@ NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # some
 NO_FOLDER_LOCK = (*NO_FLOCK, errno.EBADF, errno.EINVAL, errno.EISDIR)  # NFS locks only what is open for writing
 LOCK = "run.lock"
 FILES = (
-    "config.yaml", "config.*.yaml", "metrics.jsonl", "prompts.jsonl", "report.html", "trace.json", "tracking.json",
+    "config.yaml", "config.*.yaml", "metrics.jsonl", "prompts.jsonl", "report.html", "graph.svg", "trace.json", "tracking.json",
     "latest_checkpointed_iteration.txt",
 )  # fmt: skip
 FOLDERS = (
@@ -57,7 +58,17 @@ SHOWN_NAMES = 5
 """Largest number of names in a message about a folder's content."""
 OWNER_ONLY = 0o600
 TRAINED_BY = frozenset(
-    ("seed", "plugins", "critic_warmup", "max_staleness", "pipeline_depth", "stale_policy", "replay_from", "placement")
+    (
+        "seed",
+        "plugins",
+        "pipeline",
+        "critic_warmup",
+        "max_staleness",
+        "pipeline_depth",
+        "stale_policy",
+        "replay_from",
+        "placement",
+    )
 )
 """Settings of the section `trainer` that change what is learned."""
 LENGTH = "optim.total_training_steps"
@@ -91,6 +102,10 @@ class RunFolder:
     @property
     def trace(self) -> Path:
         return self.path / "trace.json"
+
+    @property
+    def graph(self) -> Path:
+        return self.path / "graph.svg"
 
     @property
     def logs(self) -> Path:

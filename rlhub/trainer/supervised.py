@@ -23,7 +23,7 @@ from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.pipeline.builtin import PAIRS
 from rlhub.pipeline.executor import Executor, RoleCalls, names_of
 from rlhub.pipeline.graph import TaskGraph
-from rlhub.pipeline.load import command_of, load_pipeline
+from rlhub.pipeline.load import SUPERVISED_ROLES, build_pipeline, command_of
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
 from rlhub.trainer.launch import launch_workers
@@ -142,7 +142,7 @@ def _model_inputs(batch: DataProto) -> DataProto:
 
 def build_trainer(config: SupervisedConfig, data: SupervisedData, run: Run, stack: ExitStack) -> SupervisedTrainer:
     """Starts the workers that the job's pipeline names and builds its trainer.  What must be ended is put on `stack`."""
-    pipeline = load_pipeline(config.trainer.pipeline or command_of(config))(config, None)
+    graph = build_pipeline(config.trainer.pipeline or command_of(config), config, None, SUPERVISED_ROLES)
     config.optim.total_training_steps = data.total_steps
     runtime = WorkerRuntime(
         device=config.trainer.device,
@@ -151,7 +151,7 @@ def build_trainer(config: SupervisedConfig, data: SupervisedData, run: Run, stac
         max_response_length=config.data.max_length,
         deadline_s=config.trainer.deadline_s.update,
     )
-    roles = {role: ClassWithInitArgs(load_target(worker), config, runtime) for role, worker in pipeline.roles.items()}
+    roles = {role: ClassWithInitArgs(load_target(worker), config, runtime) for role, worker in graph.roles.items()}
     launched = stack.enter_context(launch_workers(roles, config.trainer, run=run))
     return SupervisedTrainer(
         config=config,
@@ -159,6 +159,6 @@ def build_trainer(config: SupervisedConfig, data: SupervisedData, run: Run, stac
         loader=data.loader,
         val_batches=data.val_batches,
         model=launched.groups[ONLY_ROLE],
-        graph=pipeline.build(config),
+        graph=graph,
         total_steps=data.total_steps,
     )

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PREFIX = "timing_s/"
+NODE_TIME = "perf/node_s/"
+"""Begins the metrics with the seconds of each node of a step that is a graph; of nodes that run at the same time they overlap."""
 
 
 class _Open(threading.local):

@@ -8,12 +8,12 @@ Nodes without a function of their own call what the plain step calls: methods of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from rlhub.pipeline.columns import Use
 from rlhub.pipeline.executor import METRICS, Executor, Output, declared, names_of, select
 from rlhub.pipeline.graph import TaskGraph
-from rlhub.pipeline.load import load_pipeline
 from rlhub.pipeline.nodes import Node
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.single_controller import WorkerGroup
@@ -30,6 +30,7 @@ from rlhub.trainer.ppo.step import (
     value_inputs,
     view,
 )
+from rlhub.utils.timing import NODE_TIME
 from rlhub.utils.user_code import load_target
 
 STEP = "step"
@@ -37,16 +38,10 @@ STEP = "step"
 
 @dataclass(slots=True, kw_only=True)
 class GraphStep(StepParts):
-    """Trains once per call, by the pipeline that the configuration names.  roles: the launched worker groups by role."""
+    """Trains once per call, as the graph says.  roles: the launched worker groups by role."""
 
     roles: Mapping[str, WorkerGroup]
-    graph: TaskGraph = field(init=False)
-
-    def __post_init__(self) -> None:
-        StepParts.__post_init__(self)
-        assert self.config.trainer.pipeline is not None, "else the plain step trains"
-        pipeline = load_pipeline(self.config.trainer.pipeline)(self.config, self.needs)
-        self.graph = pipeline.build(self.config)
+    graph: TaskGraph
 
     def group(self, role: str) -> WorkerGroup | None:
         """Returns the workers of a node's role, wherever they live."""
@@ -59,25 +54,30 @@ class GraphStep(StepParts):
         metrics = {"mismatch/masked_share": 0.0} if trains_policy and not self.needs.staleness else {}
         for found in result.metrics.values():
             metrics |= mean_metrics(found)
+        metrics |= {NODE_TIME + name: time.end_s - time.start_s for name, time in result.timings.items()}
         return metrics | self.end(result.batch)
 
 
 @dataclass(slots=True)
 class StepCalls:
-    """Calls what the nodes name in one step.  drawn: the step's samples as they were drawn, and their scores on the way."""
+    """Calls what the nodes name in one step.
+
+    drawn: the step's samples as they were drawn, and their scores on the way.  dealt: the rows are with the ranks that train.
+    """
 
     parts: GraphStep
     prompts: Iterator[DataProto]
     drawn: tuple[Batch, list[Scoring]] | None = None
+    dealt: bool = False
 
     def start(self, node: Node, batch: Batch) -> Callable[[], Output]:
         if ":" in node.run:
-            function = load_target(node.run)
-            return lambda: function(batch)
+            function, rows = load_target(node.run), rows_of(batch)
+            return lambda: self._where_rows_are(function(rows), batch)
         own = self._own_functions().get(node.run)
         if own is not None:
             return lambda: own(node, batch)
-        sent = getattr(self.parts.group(node.on), node.run).submit(self._inputs(node.run, batch))
+        sent: Any = getattr(self.parts.group(node.on), node.run).submit(self._inputs(node.run, batch))
         return lambda: self._take_notice(node.run, sent.get(), len(batch))
 
     def _own_functions(self) -> Mapping[str, Callable[[Node, Batch], Output]]:
@@ -116,7 +116,14 @@ class StepCalls:
         """Returns the rows where they train, as the plain step does."""
         rows = self.parts.deal_rows(batch, batch.meta_info[STEP])
         rows.batch["row_order"] = rows.batch["sample_index"].clone()
-        return rows
+        self.dealt = True
+        return self.parts.actor.add_columns(rows) if isinstance(rows, BatchRef) else rows
+
+    def _where_rows_are(self, output: Output, batch: Batch) -> Output:
+        """Returns what a function of the user's own returned; columns of tokens go to the ranks that have the rows."""
+        if not self.dealt or not isinstance(batch, BatchRef) or not output:
+            return output
+        return self.parts.actor.add_columns(batch.select([], [], []).union(output))
 
     def _inputs(self, method: str, batch: Batch) -> Batch:
         """Returns what a method of the workers reads, with its parameters."""
@@ -151,3 +158,10 @@ class StepCalls:
 def columns_of(rows: Batch, uses: tuple[Use, ...]) -> Batch:
     """Returns the rows with the declared columns only."""
     return select(rows, declared(uses, names_of(rows)), declared(uses, [*rows.meta_info]))
+
+
+def rows_of(batch: Batch) -> DataProto:
+    """Returns the rows with all columns, as a function of the user's own gets them; columns of tokens are fetched and counted."""
+    if isinstance(batch, BatchRef):
+        return batch.fetch_all() if batch.columns else batch.small
+    return batch

@@ -18,6 +18,7 @@ from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptDataset, PromptLoader
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
+from rlhub.pipeline.show import to_svg
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager
 from rlhub.rewards.managers import reward_function
@@ -27,7 +28,7 @@ from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.build_stream import build_evaluation_samples, build_stream
 from rlhub.trainer.ppo.graph_step import GraphStep
 from rlhub.trainer.ppo.offline_source import RECORDINGS, RecordingSource, ReplaySource, build_collected
-from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
+from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements, step_graph
 from rlhub.trainer.ppo.scoring import build_scorer, prepare_reward, reward_roles
 from rlhub.trainer.ppo.step import SampleSource, StepParts, TrainingStep
 from rlhub.trainer.ppo.sync_source import VALIDATION_ORDINALS, Generator, SyncSource
@@ -41,6 +42,8 @@ from rlhub.trainer.ppo.validation import (
 )
 from rlhub.trainer.ppo.worker_groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT_ROLE, WorkerGroups, actor_role, groups_of
 from rlhub.trainer.run import Run
+from rlhub.utils.atomic import write_text
+from rlhub.utils.user_code import load_target
 from rlhub.workers.actor import ActorWorker, ReferenceWorker
 from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.roles import ActorRolloutRefWorker, CriticWorker
@@ -139,7 +142,9 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
     parts = prepare_reward(config, data.tokenizer)
     stack.callback(parts.close)
     launched = stack.enter_context(start_workers(config, data.total_steps, run))
-    reward, groups = parts.manager(launched.groups), groups_of(launched.groups)
+    graph = step_graph(config)
+    trained = {node.trains for node in graph.nodes} & graph.roles.keys() if graph is not None else set()
+    reward, groups = parts.manager(launched.groups), groups_of(launched.groups, sorted(trained))
     source, validation = build_source(config, data, groups, reward, run, stack)
     step_parts: dict[str, Any] = {
         "config": config,
@@ -150,8 +155,10 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
         "critic": groups.critic,
         "timers": run.timers,
     }
-    plain = config.trainer.pipeline is None
-    train_step = TrainingStep(**step_parts) if plain else GraphStep(**step_parts, roles=launched.groups)
+    train_step: StepParts = TrainingStep(**step_parts)
+    if graph is not None:
+        train_step = GraphStep(**step_parts, graph=graph, roles=launched.groups)
+        write_text(run.folder.graph, to_svg(graph))
     return PPOTrainer(
         config=config,
         run=run,
@@ -207,11 +214,14 @@ def start_workers(config: PPOConfig, total_steps: int, run: Run) -> Launched:
 
 def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInitArgs]:
     """Returns the policy's roles, the critic where the estimator requires values, and what scores."""
-    needs = requirements(config)
+    needs, graph = requirements(config), step_graph(config)
     runtime = worker_runtime(config)
     actor, critic = config.actor_rollout_ref.actor, config.critic
     actor.optim.total_training_steps = total_steps * num_mini_batches(config) * actor.ppo_epochs
-    roles = policy_roles(config, runtime, needs_reference=needs.reference)
+    used = {node.on for node in graph.nodes} if graph is not None else {REFERENCE_ROLE} if needs.reference else set()
+    roles = policy_roles(config, runtime, needs_reference=REFERENCE_ROLE in used)
+    for role, target in graph.roles.items() if graph is not None else ():
+        roles[role] = ClassWithInitArgs(load_target(target), config, runtime)
     if needs.values:
         critic.optim.total_training_steps = total_steps * critic_mini_batches(config) * (critic.ppo_epochs or 1)
         roles[CRITIC_ROLE] = ClassWithInitArgs(CriticWorker, critic, runtime, loss_agg_mode=actor.loss_agg_mode)

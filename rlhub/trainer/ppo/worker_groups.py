@@ -5,8 +5,8 @@ Roles that share processes are one group under several names, so the code that c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhub.checkpoint.files import FileEntry
@@ -41,18 +41,20 @@ class WeightSync:
 
 @dataclass(slots=True, kw_only=True)
 class WorkerGroups:
-    """The group of each role.  reference: the actor's where it has no pool of its own.  critic: None where none is trained."""
+    """The group of each role.  reference: the actor's where it has no pool of its own.  critic: None where none is trained.
+    others: those of roles of a pipeline's own that it trains."""
 
     actor: WorkerGroup
     rollout: WorkerGroup
     reference: WorkerGroup
     critic: WorkerGroup | None
     weights: WeightSync
+    others: Mapping[str, WorkerGroup] = field(default_factory=dict)
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
         """Returns the groups whose state a checkpoint holds, by its folder."""
-        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic}) | dict(self.others)
 
     def save(self, folder: Path) -> list[FileEntry]:
         """Writes every model that is trained, each rank its part, below `folder`; returns what was written."""
@@ -64,8 +66,11 @@ class WorkerGroups:
         wait_all(group.load_checkpoint.submit(str(folder / name)) for name, group in self.trained.items())
 
 
-def groups_of(launched: Mapping[str, WorkerGroup]) -> WorkerGroups:
-    """Returns what was launched by role, with the actor connected to a rollout in processes of its own."""
+def groups_of(launched: Mapping[str, WorkerGroup], others: Iterable[str] = ()) -> WorkerGroups:
+    """Returns what was launched by role, with the actor connected to a rollout in processes of its own.
+
+    others: roles beside the usual ones that are trained.
+    """
     actor = launched[COLOCATED_ROLE] if COLOCATED_ROLE in launched else launched[ACTOR_ROLE]
     rollout = launched.get(ROLLOUT_ROLE, actor)
     return WorkerGroups(
@@ -74,6 +79,7 @@ def groups_of(launched: Mapping[str, WorkerGroup]) -> WorkerGroups:
         reference=launched.get(REFERENCE_ROLE, actor),
         critic=launched.get(CRITIC_ROLE),
         weights=WeightSync(groups=[actor]) if rollout is actor else connect(actor, rollout),
+        others={role: launched[role] for role in others},
     )
 
 

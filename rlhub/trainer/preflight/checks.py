@@ -37,13 +37,13 @@ from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import ConfigError
 from rlhub.models.shape import LANGUAGE_MODEL, ModelShape, read_labels, read_model_shape, read_model_values, reward_problem
 from rlhub.models.weight_files import file_problems
-from rlhub.pipeline.load import SUPERVISED_ROLES, pipeline_problems
+from rlhub.pipeline.load import SUPERVISED_ROLES, command_of, pipeline_problems
 from rlhub.registry import Registry, knobs_for
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.recorder import TRACKERS, login_problems, package_problems
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.trainer.ppo.requirements import check_group_metric
+from rlhub.trainer.ppo.requirements import check_group_metric, check_pipeline
 from rlhub.trainer.preflight.memory import check_memory
 from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine, check_weights_reach
 
@@ -87,6 +87,8 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
     if config.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:
         requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
         problems += checks.check_requirements(config, requires)
+        if config.actor_rollout_ref.actor.policy_loss.loss_mode in POLICY_LOSSES:
+            problems += check_pipeline(config)
     for warning in [] if problems else [*warnings(config, set_keys), *checks.notes(config), *surprises(config)]:
         logger.warning(warning)
     return problems
@@ -130,7 +132,7 @@ def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, data_problems: l
         *check_machine(config.trainer),
         *check_folders(config.trainer),
         *check_engines(config),
-        *pipeline_problems(config.trainer.pipeline, config, None, SUPERVISED_ROLES),
+        *pipeline_problems(config.trainer.pipeline or command_of(config), config, None, SUPERVISED_ROLES),
     ]
     shape = read_shape(config.model, "model", problems)
     if shape is not None:

@@ -77,11 +77,7 @@ def test_json_has_schema_hash_and_times() -> None:
 
 def test_times_are_shown() -> None:
     graph = GRAPHS[0]
-    seconds = {"score": 0.5, "update_actor": 2.0}
-    assert "compute on driver: 0.500 s" in to_svg(graph, seconds) and "model_train on actor: 2.000 s" in to_svg(graph, seconds)
-    assert 'width="190.0" height="4"' in to_svg(graph, seconds) and 'width="47.5" height="4"' in to_svg(graph, seconds)
-    assert "score  [compute on driver]  0.500 s\n" in to_text(graph, seconds)
-    assert " s<" not in to_svg(graph)
+    assert "score  [compute on driver]  0.500 s\n" in to_text(graph, {"score": 0.5, "update_actor": 2.0})
 
 
 def test_layers_hold_what_does_not_wait_for_each_other() -> None:

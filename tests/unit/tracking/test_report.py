@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from rlhub.pipeline.show import to_svg
 from rlhub.tracking.generations import write_generations
 from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.report import collect, duration, write_report
 from rlhub.tracking.report_charts import MAX_POINTS, Series, nice_ticks, number, smoothed, stacked_columns, thin
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.tracker import GenerationRow, RunInfo
+from rlhub.utils.timing import NODE_TIME
+from tests.support.pipelines import graph_of
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 
@@ -95,6 +98,21 @@ def test_the_script_uses_every_piece_of_the_page(folder: RunFolder, info: RunInf
     for opening, closing in ("()", "{}", "[]"):
         assert script.count(opening) == script.count(closing)
     assert "tip.textContent=" in script and 'id="theme"' in text and 'class="plot"' in text and 'class="chart"' in text
+
+
+def test_the_graph_of_a_step_has_the_mean_time_of_each_node(folder: RunFolder, info: RunInfo) -> None:
+    assert "The step as a graph" not in write_report(folder, info, "running").read_text()
+    graph = graph_of([("a", {"writes": "x"}), ('b<">', {"reads": "x"}), ("never", {})])
+    folder.graph.write_text(to_svg(graph))
+    log = MetricsLog(folder.metrics)
+    for step, seconds in ((4, 1.0), (5, 2.0)):
+        log.append(step, {f"{NODE_TIME}a": seconds, f'{NODE_TIME}b<">': 0.25})
+    text = write_report(folder, info, "running").read_text()
+    assert re.findall(r"compute on driver[^<]*|data_load on driver[^<]*", text) == [
+        *("data_load on driver: 1.500 s", "compute on driver: 0.250 s", "compute on driver"),
+    ]
+    assert NODE_TIME not in text, "they have no charts of their own"
+    assert not [value for name, value in Page(text).attributes if name in ("src", "href")]
 
 
 def test_an_empty_run_has_a_report(tmp_path: Path, info: RunInfo) -> None:
