@@ -24,11 +24,13 @@ from rlhub.pipeline.builtin import PAIRS
 from rlhub.pipeline.executor import Executor, RoleCalls, names_of
 from rlhub.pipeline.graph import TaskGraph
 from rlhub.pipeline.load import SUPERVISED_ROLES, build_pipeline, command_of
+from rlhub.pipeline.show import to_svg
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
 from rlhub.trainer.launch import launch_workers
-from rlhub.trainer.ppo.metrics import mean_metrics
+from rlhub.trainer.ppo.metrics import graph_metrics, mean_metrics
 from rlhub.trainer.run import Run
+from rlhub.utils.atomic import write_text
 from rlhub.utils.user_code import load_target
 from rlhub.workers.memory_handover import WorkerRuntime
 
@@ -64,7 +66,7 @@ class SupervisedTrainer:
         while step < self.total_steps and not stopping:
             step += 1
             self.run.begin_step(step)
-            metrics = {name: value for node in train_step(step).metrics.values() for name, value in mean_metrics(node).items()}
+            metrics = graph_metrics(train_step(step))
             last = step == self.total_steps
             if self.val_batches and self.run.due(self.config.trainer.test_freq, step, last=last):
                 metrics |= self.validate()
@@ -153,6 +155,7 @@ def build_trainer(config: SupervisedConfig, data: SupervisedData, run: Run, stac
     )
     roles = {role: ClassWithInitArgs(load_target(worker), config, runtime) for role, worker in graph.roles.items()}
     launched = stack.enter_context(launch_workers(roles, config.trainer, run=run))
+    write_text(run.folder.graph, to_svg(graph))
     return SupervisedTrainer(
         config=config,
         run=run,

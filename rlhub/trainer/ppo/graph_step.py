@@ -17,7 +17,7 @@ from rlhub.pipeline.graph import TaskGraph
 from rlhub.pipeline.nodes import Node
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.single_controller import WorkerGroup
-from rlhub.trainer.ppo.metrics import mean_metrics
+from rlhub.trainer.ppo.metrics import graph_metrics, mean_metrics
 from rlhub.trainer.ppo.scoring import Scoring, add_scores
 from rlhub.trainer.ppo.step import (
     CORRECTION,
@@ -30,7 +30,6 @@ from rlhub.trainer.ppo.step import (
     value_inputs,
     view,
 )
-from rlhub.utils.timing import NODE_TIME
 from rlhub.utils.user_code import load_target
 
 STEP = "step"
@@ -52,10 +51,7 @@ class GraphStep(StepParts):
         result = Executor(self.graph, StepCalls(self, prompts), self.config)(step)
         trains_policy = "update_actor" in result.timings
         metrics = {"mismatch/masked_share": 0.0} if trains_policy and not self.needs.staleness else {}
-        for found in result.metrics.values():
-            metrics |= mean_metrics(found)
-        metrics |= {NODE_TIME + name: time.end_s - time.start_s for name, time in result.timings.items()}
-        return metrics | self.end(result.batch)
+        return metrics | graph_metrics(result) | self.end(result.batch)
 
 
 @dataclass(slots=True)

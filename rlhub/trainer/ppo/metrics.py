@@ -20,8 +20,9 @@ from rlhub.config.rules.asynchronous import is_collected
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout_correction import KEY
 from rlhub.errors import PolicyMismatchError
+from rlhub.pipeline.executor import StepResult
 from rlhub.protocol import Batch
-from rlhub.utils.timing import PREFIX
+from rlhub.utils.timing import NODE_TIME, PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,12 @@ PER_TOKEN = {
 def mean_metrics(collected: dict[str, list[float]] | dict[str, float]) -> dict[str, float]:
     """Returns one number per metric from what the ranks returned; none for a metric that no rank returned."""
     return {name: sum(v) / len(v) if isinstance(v, list) else float(v) for name, v in collected.items() if v != []}
+
+
+def graph_metrics(result: StepResult) -> dict[str, float]:
+    """Returns the metrics of all nodes of a step that is a graph, and the seconds of each node."""
+    metrics = {name: value for found in result.metrics.values() for name, value in mean_metrics(found).items()}
+    return metrics | {NODE_TIME + name: time.end_s - time.start_s for name, time in result.timings.items()}
 
 
 def timing_per_token(timings: Mapping[str, float], num_tokens: float, num_response_tokens: float) -> dict[str, float]:
