@@ -80,16 +80,19 @@ def run(
     preflight: Preflight[C] | None = None,
     ready: Ready[C] | None = None,
     required: Sequence[str] | None = None,
+    plan: Callable[[C], str] | None = None,
     argv: Sequence[str] | None = None,
 ) -> int:
     """Parses `argv` (None: the process's own), builds and checks the configuration, and calls `main(config)`.
 
-    required: settings that must be given; None: those that training needs.
+    required: settings that must be given; None: those that training needs.  plan: describes what a configuration would run, for
+    `--dry-run`; None: there is no such option.
     Returns the exit status: main's (None is 0), or after printing the error 2 for a problem of configuration, data or resources,
     also where a worker found it, 1 for any other error of rlhub (a worker's has its remote traceback), and 130 for a Ctrl-C that
     stops at once.
     """
-    arguments = _parse(config_name, description, sys.argv[1:] if argv is None else argv, config_class)
+    given = sys.argv[1:] if argv is None else argv
+    arguments = _parse(config_name, description, given, config_class, has_plan=plan is not None)
     if isinstance(arguments, int):
         return arguments
     _configure_logging()
@@ -105,6 +108,9 @@ def run(
         )
         if arguments.cfg is not None:
             _write(to_yaml(config))
+            return 0
+        if plan is not None and arguments.dry_run:
+            _write(plan(config))
             return 0
         if ready is not None and (lacking := ready(config)):
             raise ConfigError(lacking)
@@ -169,12 +175,15 @@ def prepare(
     return loaded.config
 
 
-def _parse(config_name: str, description: str, argv: Sequence[str], config_class: type) -> argparse.Namespace | int:
+def _parse(
+    config_name: str, description: str, argv: Sequence[str], config_class: type, *, has_plan: bool
+) -> argparse.Namespace | int:
     parser = argparse.ArgumentParser(
         prog=_program(),
         description=textwrap.fill(description, TEXT_WIDTH),
         add_help=False,
-        usage="%(prog)s [--help] [--cfg job | --check] [--config-dir DIR] [--config-name NAME] [key=value ...]",
+        usage=f"%(prog)s [--help] [--cfg job | --check{' | --dry-run' * has_plan}] [--config-dir DIR] [--config-name NAME] "
+        "[key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_USAGE.format(
             name=config_name, example=_EXAMPLE if _has_section(config_class, "data") else "", machines=_machines(config_class)
@@ -183,6 +192,8 @@ def _parse(config_name: str, description: str, argv: Sequence[str], config_class
     parser.add_argument("-h", "--help", action="store_true", help="all settings with their defaults and meaning")
     parser.add_argument("-c", "--cfg", choices=("job",), help="print the configuration this command would run with, and stop")
     parser.add_argument("--check", action="store_true", help="say all that is wrong with this command, or ok; start nothing")
+    if has_plan:
+        parser.add_argument("--dry-run", action="store_true", help="check, show the step as a graph and its roles; start nothing")
     parser.add_argument("-cd", "--config-dir", metavar="DIR", help="a folder of your own YAML files")
     parser.add_argument("-cp", "--config-path", metavar="DIR", help="the same, but passed over if it is not here and not needed")
     name_help = f"which YAML file to start from (default {config_name})"

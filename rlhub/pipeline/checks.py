@@ -65,12 +65,10 @@ class _Checks:
     declared: dict[str, StepColumn] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.declared = dict(COLUMNS)
+        self.declared = declared_columns(self.nodes)
         for node in self.nodes:
             for use in node.writes:
                 self.written.setdefault(use.name, []).append(node)
-                if use.dtype is not None and use.dims is not None and find_column(use.name, COLUMNS) is None:
-                    self.declared.setdefault(use.name, StepColumn(use.name, use.dtype, use.dims, "", node.name))
 
     # -- one node ----------------------------------------------------------------------------------------------------------
 
@@ -202,6 +200,16 @@ class _Checks:
             else:
                 own = [name for name in unread if find_column(name, COLUMNS) is None and name in self.declared]
                 yield from (f"node {node.name!r} writes {name!r}, which no node reads" for name in own)
+
+
+def declared_columns(nodes: Sequence[Node]) -> dict[str, StepColumn]:
+    """Returns all columns by name: the vocabulary's, and those that the nodes declare."""
+    columns = dict(COLUMNS)
+    for node in nodes:
+        for use in node.writes:
+            if use.dtype is not None and use.dims is not None and find_column(use.name, COLUMNS) is None:
+                columns.setdefault(use.name, StepColumn(use.name, use.dtype, use.dims, "", node.name))
+    return columns
 
 
 def find_column(name: str, columns: Mapping[str, StepColumn]) -> StepColumn | None:

@@ -9,6 +9,7 @@ import sys
 
 from rlhub.config.cli import run as run_cli
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.trainer.ppo.plan import describe
 from rlhub.trainer.preflight.checks import check_login, check_training
 
 DESCRIPTION = (
@@ -26,4 +27,4 @@ def main(config: PPOConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(PPOConfig, "ppo", main, description=DESCRIPTION, preflight=check_training, ready=check_login))
+    sys.exit(run_cli(PPOConfig, "ppo", main, description=DESCRIPTION, preflight=check_training, ready=check_login, plan=describe))

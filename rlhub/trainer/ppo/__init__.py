@@ -2,6 +2,7 @@
 
   step.py               one training step, the same for every schedule: read this first
   graph_step.py         the same as the graph of a pipeline, whose nodes a user may replace
+  plan.py               the graph before anything starts: built, checked, and described for --dry-run
   trainer.py            the fit loop around it (resume, validate, save, log), and how it is built from a configuration
 
 Where samples come from; each is a SampleSource (step.py):

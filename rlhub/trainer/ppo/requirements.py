@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from rlhub.config.rules.asynchronous import may_be_stale
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.errors import ConfigError
-from rlhub.pipeline.graph import TaskGraph
-from rlhub.pipeline.load import SETTING, build_pipeline
-from rlhub.pipeline.nodes import DRIVER
 from rlhub.registry import suggest
 
 NAMES_OF_THE_REWARD = ("seq_reward", "seq_final_reward", "reward", "score")
@@ -88,45 +83,6 @@ def requirements(config: PPOConfig) -> Requirements:
         staleness=correction.in_update,
         selection="select" in loss.companions,
     )
-
-
-DRIVER_FUNCTIONS = ("publish", "sample", "dynamic_sampling", "score", "balance")
-"""The driver's functions that nodes of a training step may call by name (rlhub.pipeline.builtin.Driver)."""
-
-
-def step_graph(config: PPOConfig) -> TaskGraph | None:
-    """Returns the graph of the training step; None where the plain step trains.  Raises ConfigError with all that is wrong."""
-    target = config.trainer.pipeline
-    return None if target is None else build_pipeline(target, config, requirements(config))
-
-
-def check_pipeline(config: PPOConfig) -> list[str]:
-    """Returns the problems of the configured pipeline, and nodes that call what this job does not have."""
-    try:
-        graph = step_graph(config)
-    except ConfigError as error:
-        return list(error.problems)
-    return [] if graph is None else [f"{SETTING}={config.trainer.pipeline}: {text}" for text in _absent(graph, config)]
-
-
-def _absent(graph: TaskGraph, config: PPOConfig) -> Iterator[str]:
-    scoring, rollout = config.reward_model, config.actor_rollout_ref.rollout
-    generates = rollout.mode == "sync" and config.trainer.replay_from is None
-    remedies = {
-        "rollout": (generates, "its engines are no workers with rollout.mode=async or trainer.replay_from"),
-        "critic": (requirements(config).values, "choose an algorithm.adv_estimator that requires values, such as gae"),
-        "reward_model": (scoring.enable, "set reward_model.enable=true"),
-        "judge": (bool(scoring.judge.model.path), "set reward_model.judge.model.path"),
-    }
-    for node in graph.nodes:
-        there, remedy = remedies.get(node.on, (True, ""))
-        if ":" in node.run or node.run in DRIVER_FUNCTIONS:
-            continue
-        if node.on == DRIVER:
-            known = ", ".join(DRIVER_FUNCTIONS)
-            yield f"node {node.name!r} calls {node.run!r}, which this command does not have; it has: {known}"
-        elif not there:
-            yield f"node {node.name!r} is on {node.on}, which this job does not have: {remedy}"
 
 
 def check_group_metric(config: PPOConfig) -> list[str]:

@@ -28,7 +28,8 @@ from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.build_stream import build_evaluation_samples, build_stream
 from rlhub.trainer.ppo.graph_step import GraphStep
 from rlhub.trainer.ppo.offline_source import RECORDINGS, RecordingSource, ReplaySource, build_collected
-from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements, step_graph
+from rlhub.trainer.ppo.plan import step_graph
+from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
 from rlhub.trainer.ppo.scoring import build_scorer, prepare_reward, reward_roles
 from rlhub.trainer.ppo.step import SampleSource, StepParts, TrainingStep
 from rlhub.trainer.ppo.sync_source import VALIDATION_ORDINALS, Generator, SyncSource

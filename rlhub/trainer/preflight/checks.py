@@ -43,7 +43,8 @@ from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.recorder import TRACKERS, login_problems, package_problems
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.trainer.ppo.requirements import check_group_metric, check_pipeline
+from rlhub.trainer.ppo.plan import check_pipeline
+from rlhub.trainer.ppo.requirements import check_group_metric
 from rlhub.trainer.preflight.memory import check_memory
 from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine, check_weights_reach
 
