@@ -219,7 +219,7 @@ def launch_replicated(roles: Mapping[str, ClassWithInitArgs], options: LaunchOpt
     world = current_world()
     if world is None:
         raise ConfigError("trainer.controller=multi: this process has joined no other ranks; start it by main_ppo")
-    sizes = {MAIN_POOL: options.nnodes * options.ranks_per_node, **{name: sum(counts) for name, counts in options.pools.items()}}
+    sizes = {MAIN_POOL: options.nnodes * options.ranks_per_node} | {name: sum(options.pools[name]) for name in sorted(options.pools)}
     if sum(sizes.values()) != world.size:
         listed = " + ".join(f"{size} ({name})" for name, size in sizes.items())
         raise ConfigError(
