@@ -3,7 +3,7 @@
 A call looks as it does under one driver: the program cuts the arguments into each rank's share.  Here each process runs its own
 share of the call, in the order of the program, and the outputs of all ranks are gathered when the call is waited for, so that
 every process goes on from the same values.  Processes of other pools have no share, and wait for the outputs where the program
-does.  Batches are held by reference, so outputs are one number a row; rows that go to another pool travel from process to process.
+does.  Batches are held by reference, so outputs are one number a row; rows for another pool travel from process to process.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from rlhub.single_controller.calls import (
 from rlhub.single_controller.invoke import RankWorkers, RemoteError
 from rlhub.single_controller.resources import MAIN_POOL, LaunchOptions
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext, applied_env
-from rlhub.single_controller.world import World, current_world
 from rlhub.single_controller.worker_group import WorkerGroup
+from rlhub.single_controller.world import World, current_world
 from rlhub.utils.ports import free_port
 
 logger = logging.getLogger(__name__)
@@ -214,12 +214,14 @@ Handle = tuple[int, int, int]
 def launch_replicated(roles: Mapping[str, ClassWithInitArgs], options: LaunchOptions) -> ReplicatedRun:
     """Builds the roles of this process's pool; every process of the world calls it.
 
-    Raises ConfigError where the pools have not as many ranks as the world has processes, and WorkerError when a role cannot start.
+    Raises ConfigError where the pools have not as many ranks as the world has processes, WorkerError when a role cannot start.
     """
     world = current_world()
     if world is None:
         raise ConfigError("trainer.controller=multi: this process has joined no other ranks; start it by main_ppo")
-    sizes = {MAIN_POOL: options.nnodes * options.ranks_per_node} | {name: sum(options.pools[name]) for name in sorted(options.pools)}
+    sizes = {MAIN_POOL: options.nnodes * options.ranks_per_node} | {
+        name: sum(options.pools[name]) for name in sorted(options.pools)
+    }
     if sum(sizes.values()) != world.size:
         listed = " + ".join(f"{size} ({name})" for name, size in sizes.items())
         raise ConfigError(

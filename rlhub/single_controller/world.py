@@ -116,20 +116,13 @@ class World:
         if self.size == 1:
             return [pickle.loads(message)]
         self._note(name)
-        first = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
-        head = len(message).to_bytes(HEADER_BYTES, "little") + message[: FRAME_BYTES - HEADER_BYTES]
-        first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        frames = [frame.numpy().tobytes() for frame in self._all_gather(first, name, deadline)]
-        sizes = [int.from_bytes(frame[:HEADER_BYTES], "little") for frame in frames]
-        rests = [b""] * self.size
-        longest = max(sizes) + HEADER_BYTES - FRAME_BYTES
-        if longest > 0:
-            rest = torch.zeros(longest, dtype=torch.uint8)
-            tail = message[FRAME_BYTES - HEADER_BYTES :]
-            if tail:
-                rest[: len(tail)] = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
-            rests = [part.numpy().tobytes() for part in self._all_gather(rest, name, deadline)]
-        return [pickle.loads((frame[HEADER_BYTES:] + more)[:size]) for frame, more, size in zip(frames, rests, sizes, strict=True)]
+        message = len(message).to_bytes(HEADER_BYTES, "little") + message
+        frames = self._all_gather(message[:FRAME_BYTES], FRAME_BYTES, name, deadline)
+        sizes = [HEADER_BYTES + int.from_bytes(frame[:HEADER_BYTES], "little") for frame in frames]
+        if max(sizes) > FRAME_BYTES:
+            rests = self._all_gather(message[FRAME_BYTES:], max(sizes) - FRAME_BYTES, name, deadline)
+            frames = [frame + rest for frame, rest in zip(frames, rests, strict=True)]
+        return [pickle.loads(frame[HEADER_BYTES:size]) for frame, size in zip(frames, sizes, strict=True)]
 
     def first(self, function: Callable[[], T], name: str) -> T:
         """Returns on every process the result of a function that runs on rank 0 alone, or raises its error on all."""
@@ -155,10 +148,12 @@ class World:
             self._wait(work, name, None)
         return buffers
 
-    def _all_gather(self, part: Tensor, name: str, deadline: Deadline | None) -> list[Tensor]:
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        self._wait(self._group.allgather([parts], [part]), name, deadline)
-        return parts
+    def _all_gather(self, content: bytes, size: int, name: str, deadline: Deadline | None) -> list[bytes]:
+        """Gathers so many bytes of each process; shorter contents are padded."""
+        own = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        self._wait(self._group.allgather([parts], [own]), name, deadline)
+        return [part.numpy().tobytes() for part in parts]
 
     def _wait(self, work: Any, name: str, deadline: Deadline | None) -> None:
         ends = float("inf") if deadline is None else time.monotonic() + deadline.seconds
@@ -271,8 +266,11 @@ class World:
         except RuntimeError:
             return "rank 0 does not answer"
         newest = max(beat.collectives for beat in beats.values())
-        late = [f"rank {rank} on {beat.node} (process {beat.pid}, after {beat.name})" for rank, beat in beats.items()
-                if beat.collectives < newest]
+        late = [
+            f"rank {rank} on {beat.node} (process {beat.pid}, after {beat.name})"
+            for rank, beat in beats.items()
+            if beat.collectives < newest
+        ]
         return f"still running: {', '.join(late) or 'none'}"
 
 

@@ -18,7 +18,7 @@ DESCRIPTION = (
 
 
 def main(config: PPOConfig) -> int:
-    """Builds the data and the trainer, here or on every rank, trains, and returns the exit status (128 + signal when stopped by one)."""
+    """Builds data and trainer, here or on every rank, trains, and returns the exit status (128 + signal when stopped by one)."""
     from rlhub.trainer.ppo.trainer import build_data, build_trainer
     from rlhub.trainer.training import train
 

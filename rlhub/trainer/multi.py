@@ -52,7 +52,6 @@ from rlhub.utils import faults
 logger = logging.getLogger(__name__)
 
 LOOP = "loop"
-"""The role of the ranks that run the loop, in logs and errors."""
 RESUMED: dict[str, Literal["auto"]] = {"disable": "auto"}
 """The resume_mode of the ranks, where another is carried out before they start."""
 LOOK_S = 1.0
@@ -61,13 +60,15 @@ LOOK_S = 1.0
 def train_everywhere(config: PPOConfig) -> int:
     """Trains in every rank, of which this process may be one, and returns the exit status."""
     place = place_of(os.environ)
-    return launch_ranks(config) if place is None else train_here(config, place)
+    if place is None:
+        return launch_ranks(config)
+    if place.rank > 0:
+        logging.getLogger().setLevel(logging.WARNING)  # all ranks write to one terminal
+    return train_here(config, place)
 
 
 def train_here(config: PPOConfig, place: Place) -> int:
     """Trains as one of the ranks."""
-    if place.rank > 0:
-        logging.getLogger().setLevel(logging.WARNING)
     with joined(place, config.trainer.deadline_s.start):
         return train(config, build_data(config), build_trainer, ReplicatedRun)
 
@@ -87,7 +88,7 @@ def launch_ranks(config: PPOConfig, observers: Sequence[CallObserver] = ()) -> i
         nnodes=trainer.nnodes,
         ranks_per_node=pools[MAIN].n_gpus_per_node,
         pools={name: [pools[name].n_gpus_per_node] * pools[name].nnodes for name in names[1:]},
-        placement={f"{LOOP}-{name}": name for name in names[1:]},
+        placement={role_on(name): name for name in names[1:]},
         device="cuda" if trainer.device == "cuda" else "cpu",
         ray_init=trainer.ray_init,
         deadline_s=replace(trainer.deadline_s, update=math.inf),  # of the whole run; each rank minds those of its own calls
@@ -95,13 +96,20 @@ def launch_ranks(config: PPOConfig, observers: Sequence[CallObserver] = ()) -> i
         plugins=trainer.plugins,
         observers=observers,
     )
-    roles = {LOOP if name == MAIN else f"{LOOP}-{name}": ClassWithInitArgs(LoopWorker, config, starts[name], size) for name in names}
+    roles = {
+        LOOP if name == MAIN else f"{LOOP}-{name}": ClassWithInitArgs(LoopWorker, config, starts[name], size) for name in names
+    }
     with launch(roles, options) as launched:
         main = launched.groups[LOOP]
         address = main.address()
         with passed_on(main.workers[0]), shown(Path(main.workers[0].log)):
             statuses = [running.get() for running in [group.train.submit(*address) for group in launched.groups.values()]]
     return int(statuses[0][0])
+
+
+def role_on(pool: str) -> str:
+    """Returns the role of the ranks of a pool that run the loop, for logs and errors."""
+    return LOOP if pool == MAIN else f"{LOOP}-{pool}"
 
 
 def folder_of_logs(trainer: TrainerConfig) -> Path:
