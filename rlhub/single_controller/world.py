@@ -51,7 +51,7 @@ FAILURE = "failure"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Place:
+class ProcessPlace:
     """The place of a process in the world, as torchrun gives it.
 
     rank, size: of the world.  local_rank, local_size: of the processes of this machine.  address, port: where rank 0 listens.
@@ -82,7 +82,7 @@ class Beat:
 class World:
     """See the module docstring.  place: that of this process.  start_s: the longest wait for all processes to come."""
 
-    def __init__(self, place: Place, start_s: float) -> None:
+    def __init__(self, place: ProcessPlace, start_s: float) -> None:
         self.place, self.rank, self.size = place, place.rank, place.size
         self._beat = Beat(node=place.node, pid=os.getpid())
         self._store: Any = None
@@ -282,7 +282,7 @@ _current: ContextVar[World | None] = ContextVar("rlhub_world", default=None)
 
 
 @contextmanager
-def joined(place: Place, start_s: float) -> Iterator[World]:
+def joined(place: ProcessPlace, start_s: float) -> Iterator[World]:
     """Joins the world for the block, which every process runs.  An error that leaves the block is told to the others."""
     world = World(place, start_s)
     token = _current.set(world)
@@ -301,13 +301,13 @@ def current_world() -> World | None:
     return _current.get()
 
 
-def place_of(environment: Mapping[str, str]) -> Place | None:
+def place_of(environment: Mapping[str, str]) -> ProcessPlace | None:
     """Returns the place that a launcher such as torchrun has given this process by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
     None where these are not set."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    return Place(
+    return ProcessPlace(
         rank=rank,
         size=size,
         local_rank=int(environment.get("LOCAL_RANK", rank)),

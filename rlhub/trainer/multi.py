@@ -40,7 +40,7 @@ from rlhub.single_controller import (
     launch,
     register,
 )
-from rlhub.single_controller.world import Place, World, current_world, joined, place_of
+from rlhub.single_controller.world import ProcessPlace, World, current_world, joined, place_of
 from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.run_folder import LOCK, RunFolder
 from rlhub.tracking.tracker import GenerationRow, Metrics, Status
@@ -67,10 +67,10 @@ def train_everywhere(config: PPOConfig) -> int:
     return train_here(config, place)
 
 
-def train_here(config: PPOConfig, place: Place) -> int:
+def train_here(config: PPOConfig, place: ProcessPlace) -> int:
     """Trains as one of the ranks."""
     with joined(place, config.trainer.deadline_s.start):
-        return train(config, build_data(config), build_trainer, ReplicatedRun)
+        return train(config, build_data(config), build_trainer, SharedRun)
 
 
 def launch_ranks(config: PPOConfig, observers: Sequence[CallObserver] = ()) -> int:
@@ -184,7 +184,7 @@ class LoopWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def train(self, address: str, port: int) -> int:
         """Trains to the end, and returns the exit status."""
-        place = Place(
+        place = ProcessPlace(
             rank=self.start + self.rank,
             size=self.size,
             local_rank=self.local_rank,
@@ -196,7 +196,7 @@ class LoopWorker(Worker):
         return train_here(self.config, place)
 
 
-class ReplicatedRun(Run):
+class SharedRun(Run):
     """The run on one of the ranks: rank 0 reads and writes the run folder, and the others follow it."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -207,7 +207,7 @@ class ReplicatedRun(Run):
         self.store = SharedStore(self.folder.path, world)
 
     def __enter__(self) -> Run:
-        self.checkpoint = self.world.first(lambda: super(ReplicatedRun, self).__enter__().checkpoint, "run.open")
+        self.checkpoint = self.world.first(lambda: super(SharedRun, self).__enter__().checkpoint, "run.open")
         if self.world.rank > 0:
             self._plan_faults()
             faults.install(faults.installed(), rank=self.world.rank)

@@ -14,7 +14,7 @@ import torch
 from rlhub.errors import ConfigError, DeadlineError, WorkerDiedError, WorkerError
 from rlhub.single_controller import world as world_module
 from rlhub.single_controller.calls import Deadline
-from rlhub.single_controller.world import FRAME_BYTES, Place, World, current_world, joined, place_of
+from rlhub.single_controller.world import FRAME_BYTES, ProcessPlace, World, current_world, joined, place_of
 from rlhub.utils.ports import free_port
 
 
@@ -24,7 +24,7 @@ def on_ranks(size: int, function: Callable[[World], Any]) -> list[Future[Any]]:
 
     def run(rank: int) -> None:
         try:
-            with joined(Place(rank=rank, size=size, port=port), 60.0) as world:
+            with joined(ProcessPlace(rank=rank, size=size, port=port), 60.0) as world:
                 assert current_world() is world
                 results[rank].set_result(function(world))
         except BaseException as error:  # noqa: BLE001 - read by the test
@@ -142,7 +142,7 @@ def test_a_process_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_rank_that_never_comes_is_an_error() -> None:
     with pytest.raises(DeadlineError, match="the start of all ranks: not done after 1 s"):
-        World(Place(rank=0, size=2, port=free_port("127.0.0.1")), 1.0)
+        World(ProcessPlace(rank=0, size=2, port=free_port("127.0.0.1")), 1.0)
 
 
 def test_the_place_is_read_from_the_launchers_variables() -> None:
@@ -158,4 +158,4 @@ def test_the_place_is_read_from_the_launchers_variables() -> None:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
     )
-    assert place == Place(rank=3, size=4, local_rank=1, local_size=2, port=29500, store_is_up=True)
+    assert place == ProcessPlace(rank=3, size=4, local_rank=1, local_size=2, port=29500, store_is_up=True)
