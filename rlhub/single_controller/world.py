@@ -48,6 +48,8 @@ LEAVE_S = 10.0
 """Longest wait of the process that has the store for the others to read it for the last time."""
 NO_LIMIT = timedelta(days=365)
 FAILURE = "failure"
+SHOWN = 160
+"""Characters of a message of gloo's, which ends in advice of a general kind."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -86,6 +88,7 @@ class World:
         self.place, self.rank, self.size = place, place.rank, place.size
         self._beat = Beat(node=place.node, pid=os.getpid())
         self._store: Any = None
+        self._host = self._beat
         self._group: Any = None
         self._over = threading.Event()
         if self.size == 1:
@@ -99,6 +102,7 @@ class World:
             self._store = PrefixStore("rlhub", store)
             self._report()
             self._store.wait([_beat_key(rank) for rank in range(self.size)], limit)
+            self._host = self._beats()[0]
         except RuntimeError as error:
             raise DeadlineError("the start of all ranks", start_s, f"{place.address}:{place.port}: {error}") from error
         self._group = ProcessGroupGloo(PrefixStore("rlhub/group", store), self.rank, self.size, timeout=NO_LIMIT)
@@ -174,7 +178,7 @@ class World:
 
     def fail(self, error: Exception, role: str = "rank") -> None:
         """Tells the other processes why this one ends; the first that does is what all raise."""
-        if self._store is None:
+        if self._store is None or self._over.is_set():
             return
         context = WorkerContext(role=role, rank=self.rank, node=self.place.node)
         described = error if isinstance(error, RlhubError) else describe_failure(error, context, "the training loop").error
@@ -230,7 +234,7 @@ class World:
                 return None
             error: Exception = pickle.loads(bytes.fromhex(self._store.get(FAILURE).decode()))
         except RuntimeError as error_of_store:
-            return self._died(0, Beat(node=self.place.address, pid=0), f"its store does not answer: {error_of_store}")
+            return self._host_died(error_of_store)
         return error
 
     def _explained(self, name: str, error: RuntimeError) -> Exception:
@@ -244,20 +248,20 @@ class World:
                 now = self._beats()
                 for rank, beat in now.items():
                     if self._is_here(beat) and not lives(beat.pid):
-                        return self._died(rank, beat, str(error))
+                        return _died(rank, beat, str(error))
                 silent = [rank for rank, beat in now.items() if beat.number == before[rank].number]
                 newest = max(beat.number - before[rank].number for rank, beat in now.items())
                 if silent and newest >= BEATS_MISSED and not self._is_here(now[silent[0]]):
-                    return self._died(silent[0], now[silent[0]], str(error))
+                    return _died(silent[0], now[silent[0]], str(error))
                 time.sleep(BEAT_S / 5)
         except RuntimeError as lost:
-            return self._died(0, Beat(node=self.place.address, pid=0), str(lost))
+            return self._host_died(lost)
         return DeadlineError(name, GRACE_S, f"the connection to another rank broke: {error}")
 
-    def _died(self, rank: int, beat: Beat, why: str) -> WorkerDiedError:
-        process = f"process {beat.pid}" if beat.pid else "its process"
-        happened = f"{process} died while or before it ran {beat.name or 'the training loop'}: {' '.join(why.split())[:300]}"
-        return WorkerDiedError(happened, role="loop", rank=rank, node=beat.node)
+    def _host_died(self, error: RuntimeError) -> WorkerDiedError:
+        """Returns the death of rank 0, with which the store has ended."""
+        self._over.set()
+        return _died(0, self._host, f"its store does not answer: {str(error).splitlines()[0]}")
 
     def _behind(self) -> str:
         """Returns a sentence on the processes that others wait for."""
@@ -272,6 +276,13 @@ class World:
             if beat.collectives < newest
         ]
         return f"still running: {', '.join(late) or 'none'}"
+
+
+def _died(rank: int, beat: Beat, why: str) -> WorkerDiedError:
+    doing = f" while or before it ran {beat.name}" if beat.name else ""
+    return WorkerDiedError(
+        f"process {beat.pid} died{doing}: {' '.join(why.split())[:SHOWN]}", role="loop", rank=rank, node=beat.node
+    )
 
 
 def _beat_key(rank: int) -> str:
