@@ -14,6 +14,9 @@ from rlhub.trainer.run import Run
 
 logger = logging.getLogger(__name__)
 
+WHERE = {"local": "in this process", "ray": "with Ray, {}", "replicated": "in every process, {}"}
+"""The way in which workers are started, for the log, by backend."""
+
 
 def launch_workers(roles: Mapping[str, ClassWithInitArgs], config: TrainerConfig, *, run: Run | None = None) -> Launched:
     """Starts one process per rank of each pool, builds the models, and returns the worker groups.
@@ -23,10 +26,11 @@ def launch_workers(roles: Mapping[str, ClassWithInitArgs], config: TrainerConfig
     pools = pools_of(config)
     placement = {role: pool_name(config, role) for role in roles if pool_name(config, role) != MAIN}
     ranks = config.nnodes * (config.n_gpus_per_node or 1)
-    where = "in this process" if config.backend == "local" else f"with Ray, {ranks} ranks on {config.device}"
+    backend = "replicated" if config.controller == "multi" else config.backend
+    where = WHERE[backend].format(f"{ranks} ranks on {config.device}")
     logger.info("starting %s, %s", ", ".join(roles), where)
     options = LaunchOptions(
-        backend=config.backend,
+        backend=backend,
         nnodes=config.nnodes,
         ranks_per_node=config.n_gpus_per_node or 1,
         pools={name: [pools[name].n_gpus_per_node] * pools[name].nnodes for name in placement.values()},

@@ -19,10 +19,14 @@ DESCRIPTION = (
 
 
 def main(config: PPOConfig) -> int:
-    """Builds the data and the trainer, trains, and returns the exit status (128 + signal when stopped by one)."""
+    """Builds data and trainer, here or on every rank, trains, and returns the exit status (128 + signal when stopped by one)."""
     from rlhub.trainer.ppo.trainer import build_data, build_trainer
     from rlhub.trainer.training import train
 
+    if config.trainer.controller == "multi":
+        from rlhub.trainer.multi import train_everywhere
+
+        return train_everywhere(config)
     return train(config, build_data(config), build_trainer)
 
 

@@ -74,7 +74,7 @@ C = TypeVar("C", bound="TrainingConfig")
 D = TypeVar("D", bound=TrainingData)
 
 
-def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) -> int:
+def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer], run_class: type[Run] = Run) -> int:
     """Opens the run, builds the trainer, trains, and returns the exit status (128 + signal when stopped by one).
 
     A run that is finished already starts no process and logs what the user can do.  Raises ConfigError, before any process
@@ -91,7 +91,7 @@ def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) 
     resolved: dict[str, Any] = to_dict(config)
     record = {RESUME_RECORD: resume_record(config), EXTRAS: data.loader.extras_fingerprint}
     with ExitStack() as stack:
-        run = stack.enter_context(Run(config.trainer, resolved, data.total_steps, record=record, check=check))
+        run = stack.enter_context(run_class(config.trainer, resolved, data.total_steps, record=record, check=check))
         if run.already_finished:
             logger.warning(run.already_finished)
             return 0
