@@ -123,7 +123,7 @@ class TrajectoryRef:
     rewards, added_rewards: the sums of those of the Trajectory, a list of one number; None where it has none.  late_reward: a
     reward for the last token that came after the episode; None if the rewards are its own.
 
-    response_text: the decoded response, until it is scored.  The other fields are those of Trajectory.
+    The other fields are those of Trajectory.
     """
 
     home: str
@@ -137,7 +137,6 @@ class TrajectoryRef:
     metrics: dict[str, float] = field(default_factory=dict)
     oldest: int = NOT_SAMPLED
     late_reward: float | None = None
-    response_text: str | None = None
 
     @classmethod
     def of(cls, trajectory: Trajectory, home: str, key: str) -> TrajectoryRef:

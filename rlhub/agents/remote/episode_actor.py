@@ -1,8 +1,8 @@
 """EpisodeActor, the object of an AsyncActor: runs the episodes' own code (tools, tokenizing, environments) in its process.
 
-Generation, scoring and environment actors stay with the driver.  The driver fetches the requests of an episode with
-`next_message` and sends each response with `respond`; until then the episode waits for it.  An episode may have several open
-requests.
+Generation and environment actors stay with the driver.  The driver fetches the requests of an episode with `next_message` and
+sends each response with `respond`; until then the episode waits for it.  An episode may have several open requests.  The reward
+function scores turns and finished episodes here, so that texts do not leave the process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +21,8 @@ from rlhub.agents.trajectory import Sampled, Trajectory
 from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import RlhubError, WorkflowError
+from rlhub.rewards.pool import RewardFunction
+from rlhub.rewards.rows import PackedOutcomes, RowScorer, no_turn_scores, pack_outcomes
 from rlhub.utils.aio.results import Reject
 
 
@@ -39,8 +41,8 @@ class EpisodeActorSettings:
     tokenizer: a function that builds it.  samplings: the sampling parameters by purpose.  kwargs: the workflows' own settings.
     folder: the driver's working directory, to which relative paths in settings and names refer; "" stays in the process's own.
     lends_environments: the driver leases environments to the episodes; if False, each workflow runs its own in the actor.
-    vocab_size: token ids from it on are refused where tokens stay in the actor; None: all are taken.  decodes: those that the
-    workflow has not scored come to the driver with their text, to be scored there.
+    vocab_size: token ids from it on are refused where tokens stay in the actor; None: all are taken.  reward: the function that
+    judges each response alone, with the actor's share of its processes; None: there is none.
     """
 
     tokenizer: Callable[[], Any]
@@ -51,7 +53,7 @@ class EpisodeActorSettings:
     folder: str = ""
     lends_environments: bool = False
     vocab_size: int | None = None
-    decodes: bool = False
+    reward: RewardFunction | None = None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -63,15 +65,6 @@ class CompletionRequest:
     request: GenerationRequest
     params: SamplingParams
     followed: bool = False
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class ScoreRequest:
-    """A request for a score; the response is that of `agents.workflows.base.Score`."""
-
-    number: int
-    row: Mapping[str, Any]
-    text: str
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -89,10 +82,10 @@ class EpisodeEnded:
     rejected: str | None = None
 
 
-Message = CompletionRequest | ScoreRequest | EnvironmentRequest | RequestCancelled | EpisodeEnded
+Message = CompletionRequest | EnvironmentRequest | RequestCancelled | EpisodeEnded
 
 _CURRENT: ContextVar[_Episode] = ContextVar("rlhub_episode")
-"""The episode that the running code belongs to.  All episodes of a workflow share its parts, and so the same `score` function."""
+"""The episode that the running code belongs to.  All episodes of a workflow share its parts, and so the same environments."""
 
 
 class EpisodeActor:
@@ -106,8 +99,8 @@ class EpisodeActor:
         self._workflows: dict[WorkflowKey, RolloutWorkflow] = {}
         self._episodes: dict[str, _Episode] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        decoder = self._tokenizer if settings.decodes else None
-        self._kept = TrajectoryStore("", vocab_size=settings.vocab_size, tokenizer=decoder)
+        self._kept = TrajectoryStore("", vocab_size=settings.vocab_size)
+        self._scorer = None if settings.reward is None else RowScorer(settings.reward.pool(), self._tokenizer)
 
     async def begin(self, session: str, workflow: WorkflowKey, data: EpisodeData, keep: bool = False) -> None:
         """Starts an episode.  keep: its tokens stay here, under the name of the session, and the driver gets a TrajectoryRef."""
@@ -159,6 +152,11 @@ class EpisodeActor:
         """Calls a method of the store that has the tokens of finished episodes."""
         return await asyncio.to_thread(getattr(self._kept, method), *args)
 
+    async def score(self, keys: Sequence[str], prompt: Mapping[str, Any]) -> PackedOutcomes:
+        """Scores finished episodes of a prompt by the reward function, and returns their outcomes in the order of the keys."""
+        assert self._scorer is not None, "the driver asks only where there is a function"
+        return pack_outcomes(await self._scorer.score(prompt, self._kept.responses(keys)))
+
     async def close(self) -> None:
         """Cancels all episodes and closes their workflows."""
         for session in list(self._episodes):
@@ -166,6 +164,8 @@ class EpisodeActor:
         await asyncio.gather(*self._leaving, return_exceptions=True)
         await asyncio.gather(*(workflow.aclose() for workflow in self._workflows.values()))
         self._workflows.clear()
+        if self._scorer is not None:
+            self._scorer.close()
 
     async def _run(self, episode: _Episode, key: WorkflowKey, data: EpisodeData, kept_as: str) -> None:
         _CURRENT.set(episode)
@@ -193,7 +193,7 @@ class EpisodeActor:
                 sampling=settings.samplings[key.purpose],
                 max_prompt_length=settings.max_prompt_length,
                 max_response_length=settings.max_response_length,
-                score=_score,
+                score=no_turn_scores if self._scorer is None else self._scorer.score_text,
                 kwargs=settings.kwargs,
                 environments=DriverEnvironmentSource(_current) if settings.lends_environments else None,
             )
@@ -234,12 +234,6 @@ class _Episode:
             waiting.set_exception(error)
             self.messages.put_nowait(RequestCancelled(number=number))
 
-    async def score(self, row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-        """Scores with the driver's reward function."""
-        number = next(self._numbers)
-        found: tuple[float, dict[str, float]] = await self._send(ScoreRequest(number=number, row=row, text=text))
-        return found
-
     async def call_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any:
         """Calls a method of one of the driver's environments."""
         return await self._send(EnvironmentRequest(number=next(self._numbers), lease=lease, method=method, arguments=arguments))
@@ -258,7 +252,7 @@ class _Episode:
         else:
             waiting.set_exception(error)
 
-    async def _send(self, request: CompletionRequest | ScoreRequest | EnvironmentRequest) -> Any:
+    async def _send(self, request: CompletionRequest | EnvironmentRequest) -> Any:
         answer = self._open[request.number] = asyncio.get_running_loop().create_future()
         self.messages.put_nowait(request)
         try:
@@ -270,17 +264,11 @@ class _Episode:
             del self._open[request.number]
 
 
-async def _score(row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-    """Scores for the episode that the running code belongs to; it is `WorkflowParts.score` in the actor."""
-    return await _current().score(row, text)
-
-
 def _current() -> _Episode:
     """Returns the episode that the running code belongs to.  Raises WorkflowError outside of an episode."""
     episode = _CURRENT.get(None)
     if episode is None:
         raise WorkflowError(
-            "a score or an environment was asked for by code that belongs to no episode: use the workflow's parts within "
-            "arun_episode"
+            "an environment was asked for by code that belongs to no episode: use the workflow's parts within arun_episode"
         )
     return episode

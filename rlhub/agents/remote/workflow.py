@@ -1,7 +1,7 @@
-"""RemoteWorkflow: an episode whose own code runs in an episode actor, while it generates and scores on the driver's event loop.
+"""RemoteWorkflow: an episode whose own code runs in an episode actor, while it generates on the driver's event loop.
 
-To the executor it is a workflow like any other.  The driver generates, scores and leases environments for the remote episode with
-the engine it is given, so that routing, sessions, checkpoints of partial generations and cancellation work as for an episode on
+To the executor it is a workflow like any other.  The driver generates and leases environments for the remote episode with the
+engine it is given, so that routing, sessions, checkpoints of partial generations and cancellation work as for an episode on
 the driver.  EpisodeActors is the pool of the actors; it lives on the same event loop.
 """
 
@@ -23,7 +23,6 @@ from rlhub.agents.remote.episode_actor import (
     EpisodeActorSettings,
     EpisodeEnded,
     RequestCancelled,
-    ScoreRequest,
     WorkflowKey,
 )
 from rlhub.agents.remote.streaming import extend
@@ -50,7 +49,7 @@ _runs = itertools.count()
 class RemoteWorkflow(RolloutWorkflow):
     """Runs each episode in an actor of the pool.
 
-    parts: those of the driver, of which only `score` and `environments` are used.  key: the workflow that the actors build.
+    parts: those of the driver, of which only `environments` is used.  key: the workflow that the actors build.
     keeps: the tokens stay in the actor, and episodes return a TrajectoryRef.
     """
 
@@ -109,7 +108,7 @@ class EpisodeRun:
     def __init__(self, member: PooledActor, session: str, engine: EpisodeEngine, parts: WorkflowParts) -> None:
         self.session = session
         self.over = False
-        self._actor, self._engine, self._parts = member.actor, engine, parts
+        self._actor, self._engine = member.actor, engine
         self._running: dict[int, asyncio.Task[None]] = {}
         self._environments = EnvironmentRequestHandler(parts.environments)
 
@@ -151,17 +150,15 @@ class EpisodeRun:
         self.over = isinstance(message, EpisodeEnded)
         return message
 
-    async def _serve(self, request: CompletionRequest | ScoreRequest | EnvironmentRequest) -> None:
+    async def _serve(self, request: CompletionRequest | EnvironmentRequest) -> None:
         try:
             value: Any
             if isinstance(request, EnvironmentRequest):
                 value = await self._environments.handle(request)
                 if request.method == RELEASE:
                     return
-            elif isinstance(request, CompletionRequest):
-                value = await self._generate(request)
             else:
-                value = await self._parts.score(request.row, request.text)
+                value = await self._generate(request)
             await self._actor.call("respond", self.session, request.number, value)
         except Exception as error:  # noqa: BLE001  the task's boundary: raised where the episode waits for the answer
             with suppress(WorkerDiedError):  # of the actor: `next` raises it too
