@@ -463,14 +463,14 @@ class WorkflowExecutor:
         resume."""
         engines = [engine for work in self._work.values() for sample, engine in enumerate(work.engines) if sample in work.missing]
         request_ids = [request_id for engine in engines for request_id in engine.request_ids()]
-        if request_ids:
 
-            async def written() -> None:
+        async def written() -> None:
+            if request_ids:
                 await interrupt(request_ids)
-                await asyncio.gather(*(engine.settled() for engine in engines))
+            await asyncio.gather(*(engine.settled() for engine in engines))
 
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(written(), COLLECT_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(written(), COLLECT_S)
 
     def _snapshot(self) -> tuple[dict[str, Any], dict[str, int], list[Group], list[dict[str, Any]]]:
         begun = [work.state() for work in self._work.values()]

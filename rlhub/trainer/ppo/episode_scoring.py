@@ -16,8 +16,9 @@ from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardManager, RewardOutcome
+from rlhub.rewards.base import OUTCOMES
 from rlhub.rewards.combine import CombinedManager
-from rlhub.rewards.managers import OUTCOMES, NaiveManager
+from rlhub.rewards.managers import NaiveManager
 from rlhub.rewards.rows import RowScorer
 from rlhub.rollout_service.executor.batches import to_batch
 from rlhub.rollout_service.executor.episode_groups import Group

@@ -340,10 +340,11 @@ def test_one_that_cannot_start_ends_the_others() -> None:
 
 def test_a_session_has_one_episode() -> None:
     async def play() -> None:
-        actor, key = EpisodeActor(SETTINGS), WorkflowKey("training", "single_turn")
-        await actor.begin("1", key, DATA)
+        actor = EpisodeActor(SETTINGS)
+        await actor.take_prompt(0, ("training", "single_turn"), DATA.prompt_ids, DATA.row)
+        await actor.begin("1", 0, (3, 1, 7, None, False, False))
         with pytest.raises(WorkflowError, match="session 1"):
-            await actor.begin("1", key, DATA)
+            await actor.begin("1", 0, (3, 1, 7, None, False, False))
         await actor.respond("gone", 0, None)
         await actor.cancel("gone")
         with pytest.raises(WorkflowError, match="no session gone"):

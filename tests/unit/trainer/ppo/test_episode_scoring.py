@@ -16,8 +16,8 @@ from rlhub.agents.trajectory import Trajectory, TrajectoryRef
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardFailure, RewardOutcome, RewardRequest
-from rlhub.rewards.base import ManagerParts
-from rlhub.rewards.managers import OUTCOMES, NaiveManager
+from rlhub.rewards.base import OUTCOMES, ManagerParts
+from rlhub.rewards.managers import NaiveManager
 from rlhub.rewards.rows import RowScorer, pack_outcomes
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.trainer.ppo.episode_scoring import GroupScoring, OutcomeStore
