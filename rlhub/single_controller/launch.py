@@ -311,6 +311,9 @@ class LocalAsyncActor:
 
         return wait
 
+    def connect(self) -> LocalAsyncActor:
+        return self
+
     async def until_ended(self) -> None:
         if not self._killed:
             lasting = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.Event().wait(), self._thread.loop))
