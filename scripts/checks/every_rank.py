@@ -6,8 +6,8 @@ Each job is one of golden_runs.py: three steps of two optimizer steps on CPU.  E
 for bit with that under one driver, and every metric that is no duration to its last digit.  The controls, on two ranks, must
 differ: the outputs of the ranks gathered in another order, and the prompts of one rank shifted by one.
 
---kills: SIGKILL of these ranks of two in turn; the other ends with an error that names it, and a second start comes to the weights
-of a job that was left alone.  --quickstart: so many steps of the quickstart's task with the hf engine on two ranks in all ways.
+--kills: SIGKILL of these ranks of two in turn; the other ends with an error that names it, and a second start comes to the
+weights of a job that was left alone.  --quickstart: so many steps of the task of the quickstart with hf on two ranks in all ways.
 Exit status 1 where anything is not so.
 """
 

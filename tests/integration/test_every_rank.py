@@ -10,7 +10,8 @@ from rlhub.config.cli import prepare
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.single_controller import ObservedCall
 from rlhub.tracking.metrics_log import read_metrics
-from rlhub.trainer.multi import launch_ranks
+from rlhub.trainer.launch import launch_ranks
+from rlhub.trainer.main_ppo import fit
 from scripts.checks.jobs import ROOT, STEPS, Task
 from tests.support.every_rank import POOLS, RANKS, start_ranks
 
@@ -50,6 +51,6 @@ def test_the_launcher_makes_one_call_a_rank(ray_cluster: None, tmp_path: Path) -
     run, calls = tmp_path / "run", Calls()
     more = ("trainer.backend=ray", "trainer.controller=multi", "trainer.n_gpus_per_node=2", "trainer.record_batches=False")
     config = prepare(PPOConfig, "ppo", Task(folder=tmp_path / "task", seconds=0.0).write().arguments(run, *more))
-    assert launch_ranks(config, [calls]) == 0
+    assert launch_ranks(config, fit, [calls]) == 0
     assert calls.started == [("address", 1), ("train", 2)]
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
