@@ -1,13 +1,13 @@
 """Whether every rank may run the loop: the same jobs under one driver, on every rank under Ray, and under torchrun without Ray.
 
-    python scripts/checks/every_rank.py [--only grpo,gae] [--ranks 1 2 4] [--torchrun-only] [--kills] [--quickstart STEPS]
+    python scripts/checks/every_rank.py [--only grpo,gae] [--ranks 1 2 4] [--torchrun-only] [--kills 0 1] [--quickstart STEPS]
 
 Each job is one of golden_runs.py: three steps of two optimizer steps on CPU.  Every tensor of its last checkpoint is compared bit
 for bit with that under one driver, and every metric that is no duration to its last digit.  The controls, on two ranks, must
 differ: the outputs of the ranks gathered in another order, and the prompts of one rank shifted by one.
 
---kills: SIGKILL of each of two ranks in turn; the other ends with an error that names it, and a second start comes to the weights
-of a job that was left alone.  --quickstart: so many steps of the quickstart's task with the hf engine on two ranks in all ways.
+--kills: SIGKILL of these ranks of two in turn; the other ends with an error that names it, and a second start comes to the
+weights of a job that was left alone.  --quickstart: so many steps of the task of the quickstart with hf on two ranks in all ways.
 Exit status 1 where anything is not so.
 """
 
@@ -136,7 +136,7 @@ def lines_of(run: Path) -> int:
     return len(file.read_text().splitlines()) if file.is_file() else 0
 
 
-def kills(report: Report, folder: Path) -> None:
+def kills(report: Report, folder: Path, victims: Sequence[int]) -> None:
     """Kills one of two ranks in its fourth step."""
     task = Task(folder=folder / "task", seconds=0.1).write()
     more = ("trainer.backend=ray", "trainer.controller=multi", "trainer.n_gpus_per_node=2", "trainer.record_batches=False")
@@ -146,7 +146,7 @@ def kills(report: Report, folder: Path) -> None:
 
     codes = [rank.wait(300) for rank in start(folder / "whole", "whole")]
     report.line("a job left alone", codes == [0, 0], f"exit {codes}")
-    for victim in (0, 1):
+    for victim in victims:
         run = folder / f"killed-{victim}"
         ranks = start(run, f"killed-{victim}")
         while lines_of(run) < 3:
@@ -232,7 +232,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--torchrun-only", action="store_true", help="leave out every rank under Ray")
     parser.add_argument("--no-controls", action="store_true")
-    parser.add_argument("--kills", action="store_true")
+    parser.add_argument("--kills", type=int, nargs="*", choices=(0, 1), default=[], metavar="RANK")
     parser.add_argument("--quickstart", type=int, default=0, metavar="STEPS")
     arguments = parser.parse_args()
     report, folder = Report(), Path(tempfile.mkdtemp(prefix="every-rank-"))
@@ -245,7 +245,7 @@ def main() -> int:
         if not arguments.no_controls:
             controls(report, inputs)
         if arguments.kills:
-            kills(report, folder)
+            kills(report, folder, arguments.kills)
         if arguments.quickstart:
             quickstart(report, folder, arguments.quickstart)
     finally:
