@@ -101,7 +101,10 @@ class LockStep(VectorEnv):
     def __init__(self, make: Callable[[], Simulator], num_envs: int, *, chunk: int = 0, auto_reset: bool = True) -> None:
         """Builds the simulators.  chunk: the largest number of actions of one call; 0: the spec's."""
         self.simulators = [make() for _ in range(num_envs)]
-        spec = VectorSpec.of(asdict(self.simulators[0].spec))
+        given = getattr(self.simulators[0], "spec", None)
+        if not isinstance(given, VectorSpec):
+            raise EnvError(f"{type(self.simulators[0]).__name__} has no VectorSpec as `spec`: it does not act in lock-step")
+        spec = given
         self.spec, self.num_envs = replace(spec, chunk=chunk or spec.chunk), num_envs
         self._auto_reset, self._closed = auto_reset, False
         self._episodes = [_Running() for _ in range(num_envs)]
