@@ -24,6 +24,7 @@ from rlhub.errors import LoadError
 render_without_display()
 try:
     import gymnasium
+    from gymnasium.utils import seeding
 except ImportError as missing:
     raise LoadError("the gymnasium environments need the package gymnasium: pip install 'rlhub[envs]'") from missing
 
@@ -166,7 +167,9 @@ class GymnasiumSimulator:
         )
 
     def reset(self, seed: int, initial: int | None) -> str:
-        self._observation, _ = self._env.reset(seed=seed % 2**31)  # some environments take no more bits
+        seed %= 2**31  # some environments take no more bits
+        self._env.unwrapped.np_random = seeding.np_random(seed)[0]  # some wrappers draw from it before they hand the seed on
+        self._observation, _ = self._env.reset(seed=seed)
         return self._text()
 
     def step(self, action: np.ndarray) -> StepOutcome:

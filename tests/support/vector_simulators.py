@@ -79,7 +79,7 @@ class Drift:
         while True:
             time.sleep(0.01)
             if self._trap == "grow":
-                kept.append(np.ones(2**23))  # 64 MiB
+                kept.append(np.empty(2**26))  # 512 MiB
 
 
 class PositionsOnly(Drift):
