@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from rlhub.algorithms.estimation import ColumnOutputs, compute_advantages, rollout_correction, select_tokens
-from rlhub.algorithms.gather import Gather
+from rlhub.algorithms.statistics import Gather
 from rlhub.config.sections.algorithm import AlgorithmConfig
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.training.base import TrainEngine
