@@ -17,10 +17,10 @@ def brevity(batch: DataProto) -> DataProto:
 
 def shape(batch: DataProto) -> DataProto:
     shaped = batch.batch["scores"] + 0.1 * batch.batch["brevity"]
-    return DataProto.from_dict({"shaped": shaped}, meta_info={"metrics": {"reward/shaped": shaped.mean().item()}})
+    return DataProto.from_dict({"shaped": shaped}, meta_info={"metrics": {"critic/shaped/mean": shaped.mean().item()}})
 
 
-def compute_advantages(batch: DataProto) -> DataProto:
+def advantages(batch: DataProto) -> DataProto:
     """Returns the shaped reward minus the mean of its group, on every token that trains."""
     rows = batch.batch
     _, group, sizes = rows["uid"].unique(return_inverse=True, return_counts=True)
@@ -33,6 +33,6 @@ def pipeline(config: PPOConfig, needs: Needs) -> Pipeline:
     step = ppo(config, needs)
     step.insert("brevity", below="score", run=f"{__file__}:brevity", reads="response_length", writes="brevity:float32(rows)")
     step.insert("shape", below="brevity", run=f"{__file__}:shape", reads="scores brevity", writes="shaped:float32(rows)")
-    own = {"run": f"{__file__}:compute_advantages", "reads": "shaped uid valid response_mask row_order"}
-    step.replace("compute_advantages", "compute_advantages", **own, writes="advantages learn_mask")
+    own = {"run": f"{__file__}:advantages", "reads": "shaped uid valid response_mask row_order"}
+    step.replace("compute_advantages", "advantages", **own, writes="advantages learn_mask")
     return step.remove("compute_ref_log_prob")

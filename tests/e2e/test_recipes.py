@@ -41,17 +41,6 @@ def test_minimal_grpo(mains: Mains, task: Task, tmp_path: Path) -> None:
     assert all(0.0 < float(reward) < 1.0 and abs(float(mismatch)) < 1e-5 for _, reward, mismatch in seen)
 
 
-def test_a_pipeline_in_one_file(mains: Mains, task: Task, tmp_path: Path) -> None:
-    """A user's own step, from its path and through Ray: its scorer, its shaping and its advantages train the policy."""
-    script = RECIPES / "pipelines" / "brevity.py"
-    assert len(script.read_text().splitlines()) <= 40
-    settings = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=3")
-    done = mains.run(task.arguments(tmp_path, *settings, f"trainer.pipeline={script}:pipeline"))
-    assert done.code == 0, done.output
-    rows = rows_of(tmp_path)
-    assert len(rows) == 3 and all(row["actor/grad_norm"] > 0 and row["reward/shaped"] > 0 for row in rows)
-
-
 def test_gsm8k(mains: Mains, tmp_path: Path) -> None:
     """Rows in their published form through every stage: chat template, generation, scorer, update, validation, save."""
     source = RECIPES / "gsm8k" / "sample"

@@ -35,6 +35,25 @@ def test_in_process_and_through_ray_a_job_gives_the_same_bits(record: str) -> No
     assert compared.returncode == 0 and compared.stdout.count("the same") == 2, compared.stdout + compared.stderr
 
 
+def test_as_a_graph_a_step_gives_the_same_bits(record: str) -> None:
+    compared = golden_runs("compare", "--with", record, "--backend=local", TWO, "--set", "trainer.pipeline=ppo")
+    assert compared.returncode == 0 and compared.stdout.count("the same") == 2, compared.stdout + compared.stderr
+
+
+def test_a_users_pipeline_trains_through_ray_from_its_path(tmp_path: Path) -> None:
+    """On two ranks, with batches by reference; the file has a second scorer, a shaping node and advantages of its own."""
+    pipeline = ROOT / "recipes" / "pipelines" / "brevity.py"
+    assert len(pipeline.read_text().splitlines()) <= 40
+    settings = [f"trainer.pipeline={pipeline}:pipeline", "trainer.n_gpus_per_node=2"]
+    done = golden_runs("record", "--out", str(tmp_path), "--backend=ray", "--only=grpo", "--set", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trained = Outcome.load(tmp_path / "grpo" / "ray")
+    assert len(trained.metrics) == 3
+    for row in trained.metrics:
+        assert row["critic/shaped/mean"] > 0 and row["actor/grad_norm"] > 0
+        assert {"perf/node_s/brevity", "perf/node_s/shape", "perf/node_s/advantages"} <= row.keys()
+
+
 def test_another_seed_is_noticed(record: str) -> None:
     """Control of the test above."""
     compared = golden_runs("compare", "--with", record, "--backend=local", "--only=grpo", "--set", "trainer.seed=2", "--all")

@@ -17,7 +17,7 @@ from rlhub.pipeline.graph import TaskGraph
 from rlhub.pipeline.nodes import Node
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.single_controller import WorkerGroup
-from rlhub.trainer.ppo.metrics import graph_metrics, mean_metrics
+from rlhub.trainer.ppo.metrics import graph_metrics, mean_metrics, row_lengths
 from rlhub.trainer.ppo.scoring import Scoring, add_scores
 from rlhub.trainer.ppo.step import (
     CORRECTION,
@@ -94,6 +94,8 @@ class StepCalls:
         """Returns the samples, with their scores where the node says that it writes them."""
         rows, scorings = self.drawn = self.parts.sample_and_score(self.prompts, batch.meta_info[STEP])
         scores = add_scores(rows, scorings) if "scores" in (use.name for use in node.writes) else {}
+        if "prompt_length" not in names_of(rows):
+            rows.batch["prompt_length"] = row_lengths(rows) - rows.batch["response_length"]
         output = columns_of(rows, node.writes)
         output.meta_info[METRICS] = {**self.parts.source.metrics, **scores}
         return output

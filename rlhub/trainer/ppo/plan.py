@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rlhub.config.rules.placement import pool_name, pools_of
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError
+from rlhub.pipeline.builtin import dapo, ppo
 from rlhub.pipeline.checks import declared_columns, find_column
 from rlhub.pipeline.columns import StepColumn
 from rlhub.pipeline.graph import TaskGraph
@@ -60,9 +61,9 @@ def _absent(graph: TaskGraph, config: PPOConfig) -> Iterator[str]:
 def describe(config: PPOConfig) -> str:
     """Returns what a checked configuration would run: its main settings, the graph of a step, where roles run, and the bytes of
     each edge at most.  Without trainer.pipeline the graph is the built-in one that says what the plain step does."""
-    same = "dapo" if config.algorithm.filter_groups.enable else "ppo"
-    graph = step_graph(config) or build_pipeline(same, config, requirements(config))
-    plain = "" if config.trainer.pipeline else f"(trainer.pipeline=null runs the plain step, which says the same as {same})\n"
+    same = dapo if config.algorithm.filter_groups.enable else ppo
+    graph = step_graph(config) or same(config, requirements(config)).build(config)
+    plain = "" if config.trainer.pipeline else f"({SETTING}=null runs the plain step, which says the same as {graph.name})\n"
     parts = (
         ("configuration", _settings(config)),
         ("checks", "all pass\n"),

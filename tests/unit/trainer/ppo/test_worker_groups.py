@@ -58,6 +58,40 @@ def test_roles_of_a_placement(placement: dict[str, str], settings: dict[str, Any
     assert roles(placement, **settings) == expected
 
 
+PIPELINES = """
+from rlhub.pipeline.builtin import ppo
+from rlhub.pipeline.graph import Pipeline
+
+def without_reference(config, needs):
+    return ppo(config, needs).remove("compute_ref_log_prob")
+
+def with_a_role(config, needs):
+    step = ppo(config, needs)
+    step.roles = {"second": "rlhub.workers.roles:CriticWorker"}
+    return step.add("train_second", on="second", run="update_critic", reads="values returns", trains="second")
+
+def with_reference(config, needs):
+    return ppo(config, needs).insert("more", below="balance", on="reference", run="compute_ref_log_prob", reads="input_ids")
+"""
+
+
+def test_a_pipeline_decides_which_roles_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(PIPELINES)
+    both = {"critic": CRITIC, "actor_rollout_ref": ("ActorRolloutRefWorker", False)}
+    assert roles({}, **KL, trainer__pipeline=f"{path}:without_reference") == both
+    assert roles({}, **KL, trainer__pipeline="ppo") == both | {"actor_rollout_ref": ("ActorRolloutRefWorker", True)}
+    assert roles({}, trainer__pipeline=f"{path}:with_reference") == both | {"actor_rollout_ref": ("ActorRolloutRefWorker", True)}
+    assert roles({}, trainer__pipeline=f"{path}:with_a_role") == both | {"second": CRITIC}
+
+
+def test_a_checkpoint_has_the_roles_that_a_pipeline_trains() -> None:
+    calls: list[str] = []
+    launched = {role: Group(role, calls) for role in ("actor_rollout_ref", "second", "third")}
+    groups = groups_of(launched, ["second"])  # type: ignore[arg-type]
+    assert groups.trained.keys() == {"actor", "second"}
+
+
 class Group:
     """Notes what it was asked for, in a list that all groups share."""
 
