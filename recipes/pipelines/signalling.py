@@ -3,7 +3,7 @@
     python recipes/pipelines/signalling.py [key=value settings of main_ppo]
 
 The signalling game of Lewis (Convention, 1969): the speaker is shown a state and says one word; the listener is shown that word
-alone and names a state.  Both are rewarded if it is the right one.  Neither can learn on moving ground, so each holds still while
+alone and names a state.  Both are rewarded if it is the right one.  Each keeps still while
 the other learns: odd steps train the speaker, even ones the listener.
 """
 

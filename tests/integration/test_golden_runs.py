@@ -42,9 +42,9 @@ def test_as_a_graph_a_step_gives_the_same_bits(record: str) -> None:
 
 def test_a_users_pipeline_trains_through_ray_from_its_path(tmp_path: Path) -> None:
     """On two ranks, with batches by reference; the file has a second scorer, a shaping node and advantages of its own."""
-    pipeline = Path(__file__).with_name("own_pipeline.py")
+    pipeline = ROOT / "recipes" / "pipelines" / "brevity.py"
     assert len(pipeline.read_text().splitlines()) <= 40
-    settings = [f"trainer.pipeline={pipeline}:mine", "trainer.n_gpus_per_node=2"]
+    settings = [f"trainer.pipeline={pipeline}:pipeline", "trainer.n_gpus_per_node=2"]
     done = golden_runs("record", "--out", str(tmp_path), "--backend=ray", "--only=grpo", "--set", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     trained = Outcome.load(tmp_path / "grpo" / "ray")

@@ -134,7 +134,7 @@ def test_the_mismatch_is_checked_before_the_update() -> None:
 
 def test_functions_of_the_users_own_take_the_place_of_nodes() -> None:
     config = config_of(kl_loss=False)
-    config.trainer.pipeline = f"{Path(__file__).parents[3] / 'integration' / 'own_pipeline.py'}:mine"
+    config.trainer.pipeline = f"{Path(__file__).parents[4] / 'recipes' / 'pipelines' / 'brevity.py'}:pipeline"
     graph = step_graph(config)
     assert graph is not None
     metrics, calls = take(config, graph)
