@@ -14,8 +14,8 @@ long as the others: bytes of the exchange beside those of the tokens that change
 
 --launcher adds the CPU time of the process that starts the ranks over 20 steps of a second, for so many Ray actors that sleep:
 with one driver, which makes five calls a rank and step, and with the loop on every rank, where it makes one call a rank in all
-and waits: that call and its result are the start and end of the run, and are left out.  The last line has 1,024 ranks, 32 in
-each of 32 actors, in the second way: the calls are real, the processes are not.
+and waits: that call and its result are the start and end of the run, and are left out.  The last line has 1,024 ranks, 128 in
+each of 8 actors, in the second way: the calls are real, the processes are not.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def long_tail(num_rows: int = 512, num_ranks: int = 8, mean: int = 256, longest:
     return f"| {num_rows} | {changing.sum()} | {exact / MIB:.3f} | {total / MIB:.3f} | {total / exact:.4f} | {padded / MIB:.1f} |"
 
 
-LAUNCHED_STEPS, STEP_S, CALLS_A_STEP, FAKE_RANKS, FAKE_PROCESSES = 20, 1.0, 5, 1024, 32
+LAUNCHED_STEPS, STEP_S, CALLS_A_STEP, FAKE_RANKS, FAKE_PROCESSES = 20, 1.0, 5, 1024, 8
 
 
 def launcher(num_ranks: int, num_processes: int, *, calls_a_step: int) -> tuple[int, float]:
