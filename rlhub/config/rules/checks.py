@@ -311,7 +311,7 @@ def _check_trainer(trainer: TrainerConfig, *, has_validation: bool) -> list[str]
 
 def _check_controller(config: PPOConfig) -> list[str]:
     """Returns the problems of settings with which every rank cannot run the loop."""
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    trainer = config.trainer
     if trainer.controller != "multi":
         return []
     single = "or trainer.controller=single"
@@ -319,7 +319,6 @@ def _check_controller(config: PPOConfig) -> list[str]:
         "trainer.batches=driver, but no process has whole batches; set trainer.batches=reference": trainer.batches == "driver",
         "trainer.backend=local, which has one rank; set trainer.backend=ray": trainer.backend == "local",
         f"{_ROLLOUT}.mode=async, whose replicas one driver serves; set {_ROLLOUT}.mode=sync": asynchronous.is_async(config),
-        f"{_ROLLOUT}.name=remote, which one driver calls; set {_ROLLOUT}.name=vllm or hf": rollout.name == "remote",
         "trainer.replay_from, whose files one driver reads; set it to null": bool(trainer.replay_from),
         "trainer.record_batches, which one driver writes; set it to false": trainer.record_batches,
     }

@@ -113,7 +113,6 @@ MULTI = {"trainer__controller": "multi"}
         ({"trainer__batches": "driver"}, "trainer.batches=driver", "set trainer.batches=reference"),
         ({"trainer__backend": "local"}, "trainer.backend=local", "set trainer.backend=ray"),
         ({f"{_R}mode": "async"}, "rollout.mode=async", "rollout.mode=sync"),
-        ({f"{_R}name": "remote"}, "rollout.name=remote", "rollout.name=vllm or hf"),
         ({"trainer__replay_from": "batches"}, "trainer.replay_from", "set it to null"),
         ({"trainer__record_batches": True}, "trainer.record_batches", "set it to false"),
     ],
