@@ -123,15 +123,9 @@ def _(config: RMConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
 
 def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, data_problems: list[str]) -> list[str]:
     """Returns `data_problems` and those that all supervised jobs can have."""
-    problems = [
-        *import_plugins(config.trainer.plugins),
-        *check_trackers(config.trainer.logger),
-        *data_problems,
-        *check_machine(config.trainer),
-        *check_folders(config.trainer),
-        *check_engines(config),
-        *pipeline_problems(config.trainer.pipeline or command_of(config), config, None, SUPERVISED_ROLES),
-    ]
+    problems = [*import_plugins(config.trainer.plugins), *check_trackers(config.trainer.logger), *data_problems]
+    problems += [*check_machine(config.trainer), *check_folders(config.trainer), *check_engines(config)]
+    problems += pipeline_problems(config.trainer.pipeline or command_of(config), config, None, SUPERVISED_ROLES)
     shape = read_shape(config.model, "model", problems)
     if shape is not None:
         problems += check_length(shape, config.data.max_length, f"data.max_length={config.data.max_length}", "model")
