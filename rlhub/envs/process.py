@@ -54,7 +54,7 @@ class EnvironmentProcess:
             await process.kill()
             raise LoadError(f"environment {target}:\n{reply['load_error']}{access.hint(reply['load_error'])}")
         try:
-            process.made = await process.request("make", making, LOAD_TIMEOUT_S)
+            process.made = await process.request("make", making, max(LOAD_TIMEOUT_S, limits.reset_timeout_s))
         except EnvError as error:
             await process.kill()
             raise LoadError(f"environment {target} cannot be made: {error}") from error

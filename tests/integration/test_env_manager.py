@@ -93,7 +93,9 @@ def innermost(env: EnvManager) -> list[psutil.Process]:
 
 
 def kill(env: EnvManager) -> np.ndarray:
+    ends = innermost(env)[0]
     os.kill(env.process_ids()[0], signal.SIGKILL)
+    psutil.wait_procs([ends], timeout=30)  # or it might still answer
     return actions(50)
 
 
@@ -139,6 +141,20 @@ def test_a_process_that_fails_costs_its_own_rows_and_is_replaced(
     for one, other in zip(play(env, 4, 60), play(plain, 4, 60), strict=True):
         assert not one.lost.any() and one.valid[:, 0].all() and same(one, other, slice(2, 4))
         assert one.obs.images[:2].std() > 0
+
+
+def test_a_loss_during_a_reset_is_reported_by_the_next_chunk(manager: Maker) -> None:
+    env = manager()
+    env.reset(seeds=[1, 2, 3, 4])
+    play(env, 1)
+    kill(env)
+    obs = env.reset([0, 2], seeds=[11, 13])
+    assert env.num_replaced == 1 and obs.seed.tolist() == [11, 13]
+    result = env.chunk_step(actions(5))
+    assert result.lost.tolist() == [False, True, False, False]
+    assert result.valid[:, 0].tolist() == [False, False, True, True] and result.obs.seed[0] == 11
+    assert all(result.obs.instruction)
+    assert env.chunk_step(actions(6)).valid[:, 0].all()
 
 
 def test_an_environment_that_always_fails_ends_the_run(manager: Maker) -> None:

@@ -188,6 +188,9 @@ class VectorEnv(ABC):
     def load_state(self, ids: Sequence[int] | None, states: Sequence[bytes]) -> Obs:
         """Continues the episodes of these states in the environments `ids` and returns their observations."""
 
+    def offload(self) -> None:  # noqa: B027
+        """Saves the episodes and releases what can be released; the next call continues.  Here there is nothing to release."""
+
     @abstractmethod
     def close(self) -> None:
         """Releases all resources.  Idempotent."""

@@ -45,10 +45,11 @@ class EnvManagerOptions:
     chunk: the largest number of actions of one call, 0: the environment's own.  auto_reset: an ended episode is followed by the
     next one; otherwise its environment waits for `reset`, and its rows are invalid.
 
-    timeout_s: time limit of one call in a process, after which it is replaced.  start_timeout_s: time limit of building a
-    process's environments.  memory_gb: limit of one process; memory_kind: what it counts (utils/children/process.py).
-    python: interpreter of a Python environment with the simulator's packages, "" for this one.  variables: environment variables
-    of the processes.  env: names of variables that they receive although these look like secrets.
+    timeout_s: time limit of a chunk in a process, after which it is replaced.  start_timeout_s: time limit of resets and of
+    loading states; building a process's environments may take as long, or 120 s if that is more.  memory_gb: limit of one
+    process; memory_kind: what it counts (utils/children/launch.py).  python: interpreter of a Python environment with the
+    simulator's packages, "" for this one.  variables: environment variables of the processes.  env: names of variables that they
+    receive although these look like secrets.
 
     affinity: the CPUs of each process.  none: all.  cores: a core of its own while there are enough.  numa: those of one memory
     node.  gpus: devices on which the processes render, in turn.
@@ -90,7 +91,8 @@ class EnvManagerOptions:
 @dataclass(slots=True, eq=False)
 class _Group:
     """The environments first..stop of one process.  process: None while it does not run.  buffers: in the memory that is shared
-    with it.  seed: of the running episodes, -1 before the first reset.  saved: their states, while they are offloaded."""
+    with it.  seed: of the running episodes, -1 before the first reset.  instruction: theirs.  saved: their states, while they are
+    offloaded.  unreported: rows whose episodes were lost while others were reset; the next chunk reports them."""
 
     first: int
     stop: int
@@ -99,6 +101,8 @@ class _Group:
     process: EnvironmentProcess | None = None
     buffers: Buffers | None = None
     has_frames: bool = False
+    instruction: list[str] = field(default_factory=list)
+    unreported: list[int] = field(default_factory=list)
     saved: dict[int, bytes] = field(default_factory=dict)
     num_losses: int = 0
 
@@ -109,6 +113,17 @@ class _Group:
     @property
     def rows(self) -> slice:
         return slice(self.first, self.stop)
+
+    def note(self, ids: Sequence[int], instruction: Sequence[str]) -> None:
+        """Records the instructions of episodes that begin."""
+        self.instruction = self.instruction or [""] * self.size
+        for number, text in zip(ids, instruction, strict=True):
+            self.instruction[number] = text
+
+    def texts_after(self, lost: Sequence[int], why: str) -> Texts:
+        """Returns the texts of a chunk in which these rows were lost and nothing was executed."""
+        info = [{"lost": why} if number in lost else {} for number in range(self.size)]
+        return Texts(instruction=list(self.instruction), final_instruction=[], info=info, num_rendered=len(lost))
 
     def local(self, ids: Sequence[int]) -> list[int]:
         """Returns those of the manager's ids that belong to this group, as its own numbers."""
@@ -283,33 +298,41 @@ class EnvManager(VectorEnv):
         except (EnvError, DeadlineError) as error:
             if not process.dead:
                 raise
-            buffers, _ = await self._replace(group, str(error))
+            lost = [int(number) for number in np.flatnonzero(group.seed >= 0) if number not in ids]
+            buffers = await self._replace(group, str(error))
+            group.unreported = lost
             assert group.process is not None
             texts = await group.process.request("reset", arguments, self.options.start_timeout_s)
         group.seed[ids] = seeds
+        group.note(ids, texts)
         return rows_of(buffers, ids, texts)
 
     async def _chunk_step(self, actions: np.ndarray, obs: Observed) -> ChunkResult:
         parts = await _all(self._chunk_of(group, actions[group.rows], obs) for group in self._groups)
         return _result(self.spec, self._groups, parts, actions.shape[1], obs)
 
-    async def _chunk_of(self, group: _Group, actions: np.ndarray, obs: Observed) -> tuple[Buffers, Texts, bool]:
-        """Executes a chunk in a group; returns the buffers, the texts and whether the episodes were lost."""
+    async def _chunk_of(self, group: _Group, actions: np.ndarray, obs: Observed) -> tuple[Buffers, Texts, list[int]]:
+        """Executes a chunk in a group; returns the buffers, the texts and the rows whose episodes were lost."""
         if (group.seed < 0).any():
             raise EnvError(f"chunk_step before reset of the environments {group.first + np.flatnonzero(group.seed < 0)}")
         process, buffers = await self._ready(group, frames=obs == "all")
+        if group.unreported:  # nothing is executed: these actions were chosen for episodes that are gone
+            lost, group.unreported = group.unreported, []
+            _clear(buffers)
+            return buffers, group.texts_after(lost, "lost while other environments were reset"), lost
         buffers.actions[:, : actions.shape[1]] = actions
         try:
             reply = await process.request("chunk", {"chunk": actions.shape[1], "obs": obs}, self.options.timeout_s)
         except (EnvError, DeadlineError) as error:
-            buffers, instruction = await self._replace(group, str(error), frames=obs == "all")
-            info = [{"lost": str(error)} for _ in range(group.size)]
-            return buffers, Texts(instruction=instruction, final_instruction=[], info=info, num_rendered=group.size), True
+            buffers, lost = await self._replace(group, str(error), frames=obs == "all"), list(range(group.size))
+            return buffers, group.texts_after(lost, str(error)), lost
         group.num_losses = 0
         group.seed[:] = buffers.seed
-        return buffers, Texts(**reply), False
+        texts = Texts(**reply)
+        group.instruction = list(texts.instruction)
+        return buffers, texts, []
 
-    async def _replace(self, group: _Group, why: str, *, frames: bool = False) -> tuple[Buffers, list[str]]:
+    async def _replace(self, group: _Group, why: str, *, frames: bool = False) -> Buffers:
         """Starts another process for a group and begins the episodes that follow the lost ones."""
         began = time.monotonic()
         await self._end(group)
@@ -322,13 +345,12 @@ class EnvManager(VectorEnv):
         ids = [int(number) for number in np.flatnonzero(group.seed >= 0)]
         seeds = [next_seed(int(group.seed[number])) for number in ids]
         arguments = {"ids": ids, "seeds": seeds, "initial": None}
-        instruction = await process.request("reset", arguments, self.options.start_timeout_s)
+        group.note(ids, await process.request("reset", arguments, self.options.start_timeout_s))
         group.seed[ids] = seeds
-        for name in ("reward", "terminated", "truncated", "valid", "success"):
-            getattr(buffers, name)[:] = 0
+        _clear(buffers)
         took = time.monotonic() - began
         logger.warning("environments %d to %d were replaced in %.1f s: %s", group.first, group.stop - 1, took, why)
-        return buffers, instruction
+        return buffers
 
     async def _get_state(self, ids: list[int]) -> list[bytes]:
         found = await _all(self._states_of(group, group.local(ids)) for group in self._groups)
@@ -353,6 +375,7 @@ class EnvManager(VectorEnv):
             arguments = {"ids": own, "states": [states[place] for place in places]}
             texts = await process.request("load_state", arguments, self.options.start_timeout_s)
             group.seed[own] = buffers.seed[own]
+            group.note(own, texts)
             return places, rows_of(buffers, own, texts)
 
         return _joined(len(ids), await _all(one(group) for group in self._groups if group.local(ids)))
@@ -387,6 +410,15 @@ def _kill_all(groups: list[_Group]) -> None:
             group.process.kill_now()
 
 
+def _clear(buffers: Buffers) -> None:
+    """Sets what a chunk reports to the result of one in which nothing is executed."""
+    for name in ("reward", "terminated", "truncated", "valid", "success"):
+        getattr(buffers, name)[:] = 0
+    for frames in (buffers.frame_images, buffers.frame_state):
+        if frames is not None:
+            frames[:] = 0
+
+
 def _copy_observations(old: Buffers, new: Buffers) -> None:
     new.images[:], new.state[:], new.seed[:] = old.images, old.state, old.seed
 
@@ -405,16 +437,16 @@ def _joined(num_rows: int, parts: list[tuple[list[int], Obs]]) -> Obs:
 
 
 def _result(
-    spec: VectorSpec, groups: list[_Group], parts: list[tuple[Buffers, Texts, bool]], chunk: int, obs: Observed
+    spec: VectorSpec, groups: list[_Group], parts: list[tuple[Buffers, Texts, list[int]]], chunk: int, obs: Observed
 ) -> ChunkResult:
     """Returns the results of all groups as one, in arrays of its own."""
     num_envs = groups[-1].stop
     whole = Buffers.new(spec, num_envs, frames=obs == "all")
     texts = Texts(instruction=[], final_instruction=[], info=[], num_rendered=0)
     lost = np.zeros(num_envs, np.bool_)
-    for group, (buffers, own, was_lost) in zip(groups, parts, strict=True):
+    for group, (buffers, own, own_lost) in zip(groups, parts, strict=True):
         _copy_rows(whole, group.rows, buffers)
-        lost[group.rows] = was_lost
+        lost[[group.first + number for number in own_lost]] = True
         texts.instruction += own.instruction
         texts.final_instruction += own.final_instruction
         texts.info += own.info
