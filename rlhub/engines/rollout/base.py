@@ -53,6 +53,7 @@ class GenerationRequest:
     start: the number of tokens at the end of `prompt_ids` that belong to the completion, from an earlier attempt.  The completion
         continues there: it uses the noise of token `start` on (vllm: other noise, but never that of tokens 0 to start - 1), may
         have `max_new_tokens - start` more tokens, and returns only those.
+    images: (images, colours, height, width) uint8, for a vision-language-action policy; None for a language model.
     """
 
     prompt_ids: Sequence[int]
@@ -60,6 +61,7 @@ class GenerationRequest:
     request_id: str = ""
     session: str = ""
     start: int = 0
+    images: Tensor | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,17 +15,28 @@ SEEDS = 1 << 63
 
 
 def check_requests(
-    requests: Sequence[GenerationRequest], params: SamplingParams, *, max_model_len: int, vocab_size: int | None = None
+    requests: Sequence[GenerationRequest],
+    params: SamplingParams,
+    *,
+    max_model_len: int,
+    vocab_size: int | None = None,
+    reads_images: bool = False,
 ) -> None:
     """Raises RequestError for an empty prompt, one that leaves no space for a token, ids outside the vocabulary, a seed that
     is no integer of 64 bits, or impossible sampling parameters.
 
     vocab_size: the number of rows of the model's embedding; None if a server of another job checks the ids.
+    reads_images: True for a vision-language-action policy; every other engine refuses images.
     """
     _check_sampling(params)
     check_ids(params.stop_token_ids, "stop_token_ids", "a stop token", vocab_size)
     for index, request in enumerate(requests):
         _check_length(index, request, params, max_model_len)
+        if request.images is not None and not reads_images:
+            raise RequestError(
+                f"request {index} has images, which this engine's model does not read; only rollout.name=hf with model.vla does",
+                param="images",
+            )
         check_ids(request.prompt_ids, "prompt", f"the prompt of request {index}", vocab_size)
         if not -SEEDS <= request.seed < SEEDS:
             raise RequestError(f"request {index} has seed {request.seed}; it must be an integer of 64 bits", param="seed")
