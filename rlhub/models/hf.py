@@ -118,6 +118,8 @@ def _config_and_loader(model: ModelConfig, kind: ModelKind) -> tuple[PreTrainedC
         raise ConfigError(problem)
     if kind in POLICIES:
         return config, policy_loader(model)
+    if model.vla:
+        raise ConfigError(f"no {kind} model reads images; for a critic of a policy with model.vla set model.vla.value_head=True")
     config.num_labels = 1
     return config, AutoModelForSequenceClassification
 

@@ -5,13 +5,14 @@ They belong to the model as its tokenizer does, so every role that uses the poli
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from rlhub.config.load import build
 from rlhub.config.schema import NonNegativeInt, PositiveFloat, PositiveInt
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
+from rlhub.registry import suggest
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,14 +56,13 @@ class VLAConfig:
         found = []
         if self.decoding != "sequential" and len(self.place_ids) not in (1, self.num_tokens):
             found.append(
-                f"model.vla.place_ids has {len(self.place_ids)} ids; with decoding={self.decoding} give 1, or chunk x action_dim = "
-                f"{self.chunk} x {self.action_dim} = {self.num_tokens}"
+                f"model.vla.place_ids has {len(self.place_ids)} ids; with decoding={self.decoding} give 1, or chunk x action_dim "
+                f"= {self.chunk} x {self.action_dim} = {self.num_tokens}"
             )
         for name in ("action_low", "action_high"):
-            if len(getattr(self, name)) not in (1, self.action_dim):
-                found.append(
-                    f"model.vla.{name} has {len(getattr(self, name))} numbers; give 1, or one for each of {self.action_dim}"
-                )
+            size = len(getattr(self, name))
+            if size not in (1, self.action_dim):
+                found.append(f"model.vla.{name} has {size} numbers; give 1, or one for each of action_dim={self.action_dim}")
         if any(std <= 0 for std in self.pixel_std):
             found.append(f"model.vla.pixel_std={self.pixel_std}: pixels are divided by it, so it must be positive")
         return found
@@ -72,8 +72,27 @@ def vla_of(model: ModelConfig) -> VLAConfig | None:
     """Returns the actions of the policy with this section, None for a language model.  Raises ConfigError with all problems."""
     if not model.vla:
         return None
-    problems: list[str] = []
+    known = {one.name for one in fields(VLAConfig)}
+    problems = [
+        f"model.vla.{name}: no such setting{suggest(name, known)}; known: {', '.join(sorted(known))}"
+        for name in model.vla
+        if name not in known
+    ]
     vla = build(VLAConfig, model.vla, problems, prefix="model.vla.")
+    if vla.value_head and model.lora_rank > 0:
+        problems.append(f"model.lora_rank={model.lora_rank} trains adapters only; model.vla.value_head=True needs a trained head")
     if problems := problems or vla.problems():
         raise ConfigError(problems)
     return vla
+
+
+def problems_of(model: ModelConfig, strategy: str | None) -> list[str]:
+    """Returns what keeps the policy with this section from being trained by the engine `strategy`; [] for a language model."""
+    if not model.vla:
+        return []
+    found = [f"model.vla with strategy={strategy}: it trains language models only; use fsdp2"] if strategy == "megatron" else []
+    try:
+        vla_of(model)
+    except ConfigError as error:
+        found += error.problems
+    return found
