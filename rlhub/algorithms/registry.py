@@ -2,7 +2,8 @@
 
 `requires` of an advantage estimator: "values" (a critic must predict them), "groups" (several samples per prompt),
 "old_log_probs" and "sum_pi_squared" (a forward pass of its own before the update), "baseline_rewards" (a greedy response per
-prompt), "reward_components" (the scorer's own numbers by name), "components_only" (and nothing of the token-level rewards),
+prompt), "episodes" (rows are calls of a policy in episodes: columns episode, call and terminated), "next_values" (of the state
+after a call), "reward_components" (the scorer's own numbers by name), "components_only" (and nothing of the token-level rewards),
 "gather" (it is given some rows of the batch and takes statistics of the batch and of groups through `inputs.gather`; without the
 word it is given the whole batch, whose columns then cross between the ranks).  Its companion "per_sample" is the estimator on one
 number a row (inputs.SampleInputs), for those whose advantage is the same on all tokens of a sample; only these numbers cross.
@@ -36,6 +37,8 @@ for _name, _requires, _class in (
     ("optimal_token_baseline", {"groups", "old_log_probs", "sum_pi_squared"}, "OptimalTokenBaselineKnobs"),
     ("gdpo", {"groups", "reward_components", "components_only", "gather"}, "GDPOKnobs"),
     ("cpgd", {"groups"}, "CPGDKnobs"),
+    ("chunk_gae", {"values", "episodes", "next_values", "gather"}, "ChunkGAEKnobs"),
+    ("chunk_grpo", {"groups", "episodes", "gather"}, "GRPOKnobs"),
 ):
     _module = f"{_HERE}.advantages.{_name}"
     ADVANTAGE_ESTIMATORS.add_lazy(

@@ -3,7 +3,6 @@
     PolicyUpdater, ValueUpdater     PPO's updates from a rollout batch, with one optimizer step per mini-batch
     UpdateCorrection                the rollout correction that is computed inside the policy's update
     sft_loss                        the loss of supervised fine-tuning
-    take_pair_step, evaluate_pairs  one step on preference pairs, and their evaluation, with DPOLoss or RewardLoss
 
 Steps do not depend on the number of ranks or on micro-batches.  The driver assigns rows to mini-batches (column `mini_batch`),
 and all denominators are counted over all ranks before the first forward pass.
@@ -18,9 +17,6 @@ In bypass mode a loss that contains the ratio pi / pi_old has pi / mu in it alre
 only rejection is applied.  A loss without a ratio of its own (its registry row requires "weights") gets the weight.  A
 rejected token has weight 0 and stays in the loss's denominators, unlike on the driver, where rejected tokens leave the mask
 and with it the denominators.
-
-Preference pairs.  A pair is two neighbouring rows: 2i is the chosen answer, 2i + 1 the rejected one.  Engines cut
-micro-batches in whole pairs, and a loss is divided by the number of pairs over all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +34,7 @@ from torch import Tensor
 from rlhub.algorithms.correction.correct import correct, token_factors
 from rlhub.algorithms.correction.weights import log_ratios, proximal_log_probs
 from rlhub.algorithms.inputs import PolicyLossInputs
+from rlhub.algorithms.levels import TOKENS, Units
 from rlhub.algorithms.masked import Denominators, aggregate, masked, masked_sum
 from rlhub.algorithms.mismatch import (
     extreme_metrics,
@@ -49,34 +45,39 @@ from rlhub.algorithms.mismatch import (
     staleness_sums,
     weight_extremes,
 )
-from rlhub.algorithms.preference import PreferenceInputs, bradley_terry
-from rlhub.algorithms.registry import KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
+from rlhub.algorithms.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlhub.algorithms.returns import value_loss
 from rlhub.config.sections.actor import ActorConfig
 from rlhub.config.sections.ppo import CriticConfig
-from rlhub.config.sections.preference import DPOLossConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 from rlhub.registry import knobs_for
 
-PAIR = 2  # rows of a preference pair
 StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
 """A loss of one micro-batch, given the denominators of its optimizer step."""
 
 
 class PolicyUpdater:
-    """Steps a policy loss, with optional entropy bonus and KL loss, over the mini-batches of a batch.
+    """Steps a policy loss, with optional entropy bonus, KL loss and value loss, over the mini-batches of a batch.
 
     Every rank calls `update` together.  Columns read: input_ids, attention_mask, loss_mask (without it learn_mask, and without
     both response_mask, so that every token of the model trains), advantages, and if present old_log_probs, ref_log_prob,
-    rollout_log_probs, importance_weights, selected, policy_version, mini_batch.  Without old_log_probs, the policy being stepped
+    rollout_log_probs, importance_weights, selected, policy_version, mini_batch; with a value loss values and returns.
+    Denominators count units of config.log_prob_level.  Without old_log_probs, the policy being stepped
     is the policy at the start of the update (see `Requirements`).
     """
 
     def __init__(
-        self, engine: TrainEngine, config: ActorConfig, *, scale: float, correction: RolloutCorrectionConfig | None = None
+        self,
+        engine: TrainEngine,
+        config: ActorConfig,
+        *,
+        scale: float,
+        correction: RolloutCorrectionConfig | None = None,
+        action_dim: int = 1,
     ) -> None:
         self.engine, self.config, self.scale = engine, config, scale
+        self.units = Units(level=config.log_prob_level, action_dim=action_dim)
         loss_requires = POLICY_LOSSES.row(config.policy_loss.loss_mode).requires
         self.correction = UpdateCorrection(correction or RolloutCorrectionConfig(), loss_requires)
         self.loss = POLICY_LOSSES.get(config.policy_loss.loss_mode)
@@ -102,7 +103,8 @@ class PolicyUpdater:
             num_mini_batches=num_mini_batches,
             epochs=self.config.ppo_epochs,
             scale=self.scale,
-            outputs=("log_probs", "entropy"),
+            outputs=("log_probs", "entropy", *(("values",) if self.config.value_loss_coef else ())),
+            units=self.units,
         )
         metrics = policy_metrics(steps)
         if self.correction.behaviour(rows) is not None:
@@ -110,6 +112,7 @@ class PolicyUpdater:
         return metrics
 
     def _loss(self, extremes: Extremes, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
+        outputs, micro = self._of_units(outputs, micro)
         assert outputs.log_probs is not None and outputs.entropy is not None
         mask, mode = micro["response_mask"], self.config.loss_agg_mode
         anchor = self.correction.anchor(outputs.log_probs, micro)
@@ -135,6 +138,13 @@ class PolicyUpdater:
             kl = self.kl(masked(outputs.log_probs, mask), masked(micro["ref_log_prob"], mask))
             loss = loss + self.config.kl_loss_coef * aggregate(kl, mask, mode, denominators)
             sums["kl_loss"] = masked_sum(kl.detach(), mask)
+        if outputs.values is not None:
+            value = value_loss(outputs.values, micro["values"], micro["returns"], mask, self.config.cliprange_value)
+            loss = loss + self.config.value_loss_coef * aggregate(value.loss, mask, mode, denominators)
+            sums |= {
+                "vf_loss": masked_sum(value.loss.detach(), mask),
+                **{name: value.sums[name] for name in ("vf_clipfrac", "vpred")},
+            }
         behaviour = self.correction.behaviour(micro)
         if behaviour is not None:
             sums |= mismatch_sums(outputs.log_probs, behaviour, mask)
@@ -142,6 +152,13 @@ class PolicyUpdater:
                 sums |= staleness_sums(outputs.log_probs, behaviour, mask, micro["staleness"])
             extremes.add(denominators, weight_extremes(outputs.log_probs, behaviour, mask))
         return LossOutput(loss=loss, sums=sums)
+
+    def _of_units(self, outputs: ForwardOutputs, micro: Rows) -> tuple[ForwardOutputs, Rows]:
+        """Returns outputs and columns with one value for each unit of the loss."""
+        mask = micro["response_mask"]
+        found = {name: getattr(outputs, name) for name in ("log_probs", "entropy", "values")}
+        found = self.units.columns({name: column for name, column in found.items() if column is not None}, mask)
+        return ForwardOutputs(**found), self.units.columns(micro, mask)
 
 
 class UpdateCorrection:
@@ -320,16 +337,24 @@ def with_staleness(rows: Rows, version: int | None) -> Rows:
 
 
 def take_steps(
-    engine: TrainEngine, rows: Rows, loss: StepLoss, *, num_mini_batches: int, epochs: int, scale: float, outputs: tuple[str, ...]
+    engine: TrainEngine,
+    rows: Rows,
+    loss: StepLoss,
+    *,
+    num_mini_batches: int,
+    epochs: int,
+    scale: float,
+    outputs: tuple[str, ...],
+    units: Units = TOKENS,
 ) -> list[StepSums]:
-    """Takes one optimizer step for each mini-batch of each epoch.
+    """Takes one optimizer step for each mini-batch of each epoch.  units: what the denominators count.
 
     A mini-batch without a token to learn from takes no step, because the optimizer's momentum and decay would move the
     weights.
     """
     steps = []
     for mini in mini_batches(rows, num_mini_batches, epochs):
-        denominators = count_denominators(engine, mini["response_mask"], scale)
+        denominators = count_denominators(engine, units.mask(mini["response_mask"]), scale)
         if denominators.tokens == 0:
             continue
         sums = engine.forward_backward(mini, partial(_with_denominators, loss, denominators), outputs=outputs)
@@ -370,126 +395,3 @@ def count_denominators(engine: TrainEngine, response_mask: Tensor, scale: float)
 
 def _with_denominators(loss: StepLoss, denominators: Denominators, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
     return loss(outputs, micro, denominators)
-
-
-def take_pair_step(engine: TrainEngine, rows: Rows, loss: PairLoss) -> PairStep:
-    """Takes one optimizer step over interleaved rows.  Every rank calls it, also one without rows."""
-    num_pairs = count_pairs(engine, rows)
-    sums = engine.forward_backward(rows, partial(_with_num_pairs, loss, num_pairs), outputs=loss.outputs, rows_per_unit=PAIR)
-    return PairStep(sums=sums, num_pairs=num_pairs, report=engine.optimizer_step())
-
-
-@torch.no_grad()
-def evaluate_pairs(engine: TrainEngine, rows: Rows, loss: PairLoss) -> dict[str, float]:
-    """Returns global sums over pairs: `count`, `loss`, and the sums of the loss itself.  Every rank calls it."""
-    outputs = ForwardOutputs(**engine.infer(rows, outputs=loss.outputs))
-    result = loss(outputs, rows, 1.0)
-    sums = {"count": real_pairs(rows).sum(), "loss": result.loss, **result.sums}
-    names = sorted(sums)
-    totals = engine.reduce(torch.stack([sums[name].double() for name in names]))
-    return dict(zip(names, totals.tolist(), strict=True))
-
-
-class PairLoss(Protocol):
-    """A loss of one micro-batch of interleaved rows, given the step's number of pairs; its sums are sums over pairs.
-
-    outputs: the outputs that the engine computes for it.
-    """
-
-    outputs: tuple[str, ...]
-
-    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput: ...
-
-
-@dataclass(slots=True, kw_only=True)
-class PairStep:
-    """The result of one optimizer step: its global sums over pairs, the number of pairs, and the optimizer's report."""
-
-    sums: dict[str, float]
-    num_pairs: float
-    report: StepReport
-
-
-class DPOLoss:
-    """Any preference loss on the log-probs of whole answers.
-
-    Columns read: response_mask, and ref_log_prob (rows,), the reference's log-probs of whole answers.  Sums: DPO's implicit
-    rewards beta (log pi(y) - log pi_ref(y)) as rewards/..., and log-probs as logps/...
-    """
-
-    outputs: tuple[str, ...] = ("log_probs",)
-
-    def __init__(self, config: DPOLossConfig) -> None:
-        self.loss = PREFERENCE_LOSSES.get(config.loss_type)
-        self.knobs: Any = knobs_for(PREFERENCE_LOSSES.knobs_class(config.loss_type), config, config.kwargs, where="dpo.kwargs")
-        self.beta = config.beta
-
-    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput:
-        assert outputs.log_probs is not None
-        chosen, rejected = split(sequence_log_probs(outputs.log_probs, micro["response_mask"]))
-        ref_chosen, ref_rejected = split(micro["ref_log_prob"].to(chosen.dtype))
-        inputs = PreferenceInputs(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-        real = real_pairs(micro)
-        loss = masked_sum(self.loss(inputs, self.knobs), real) / num_pairs
-        reward_chosen, reward_rejected = (self.beta * ratio.detach() for ratio in inputs.log_ratios)
-        sums = {
-            **_rewards(reward_chosen, reward_rejected, real),
-            "logps/chosen": masked_sum(chosen.detach(), real),
-            "logps/rejected": masked_sum(rejected.detach(), real),
-        }
-        return LossOutput(loss=loss, sums=sums)
-
-
-class RewardLoss:
-    """The Bradley-Terry loss on the scores of whole answers.
-
-    Column read if present: margin (rows,), equal in both rows of a pair.  Sums: the scores as rewards/...
-    """
-
-    outputs: tuple[str, ...] = ("scores",)
-
-    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput:
-        assert outputs.scores is not None
-        chosen, rejected = split(outputs.scores)
-        margin = split(micro["margin"].to(chosen.dtype))[0] if "margin" in micro else None
-        real = real_pairs(micro)
-        loss = masked_sum(bradley_terry(chosen, rejected, margin), real) / num_pairs
-        return LossOutput(loss=loss, sums=_rewards(chosen.detach(), rejected.detach(), real))
-
-
-def _rewards(chosen: Tensor, rejected: Tensor, real: Tensor) -> dict[str, Tensor]:
-    """Returns sums over pairs; a tie counts as half right."""
-    right = (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)
-    values = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": right}
-    return {f"rewards/{name}": masked(value, real).sum() for name, value in values.items()}
-
-
-def interleave(pairs: Rows) -> dict[str, Tensor]:
-    """Returns columns (pairs, 2, ...) as rows 2i (chosen) and 2i + 1 (rejected), and columns (pairs,) with each entry twice."""
-    return {name: column.flatten(0, 1) if column.dim() > 1 else column.repeat_interleave(PAIR) for name, column in pairs.items()}
-
-
-def split(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits (rows,) into the chosen and the rejected answers, (pairs,) each."""
-    chosen, rejected = rows.view(-1, PAIR).unbind(1)
-    return chosen, rejected
-
-
-def real_pairs(micro: Rows) -> Tensor:
-    """Returns a boolean (pairs,), which is False for the filler rows of a rank without rows left."""
-    chosen, rejected = split(micro["attention_mask"].any(dim=1))
-    return chosen & rejected
-
-
-def count_pairs(engine: TrainEngine, rows: Rows) -> float:
-    """Counts the pairs over all ranks."""
-    return float(engine.reduce(real_pairs(rows).sum().double()))
-
-
-def sequence_log_probs(log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """Returns sum_t m_t log pi(y_t), (rows,) float64, because the losses read small differences of large sums."""
-    return masked_sum(log_probs.double(), response_mask, dim=1)
-
-
-def _with_num_pairs(loss: PairLoss, num_pairs: float, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
-    return loss(outputs, micro, num_pairs)
