@@ -57,7 +57,18 @@ TRACKERS = {
 TRACKING = [*TRACKERS["tensorboard"], *TRACKERS["wandb"]]
 MCP = ["mcp>=2.3,<3"]
 ENVS = ["gymnasium>=1.1,<2"]
-TEST = ["openai>=2", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRACKING, *MCP, *ENVS, "ray[default]>=2.58,<2.59"]
+VLA = ["pillow>=11"]  # pictures of recorded episodes
+TEST = [
+    "openai>=2",
+    "pytest>=8",
+    "pytest-xdist>=3.6",
+    "hypothesis>=6.100",
+    *TRACKING,
+    *MCP,
+    *ENVS,
+    *VLA,
+    "ray[default]>=2.58,<2.59",
+]
 
 setup(
     name="rlhub",
@@ -79,6 +90,7 @@ setup(
         **TRACKERS,
         "mcp": MCP,
         "envs": ENVS,
+        "vla": VLA,
         "test": TEST,
         "bench": ["trl==1.16.0", "datasets>=4", "accelerate>=1.10"],
         "dev": [*TEST, "ruff>=0.15", "mypy>=1.18"],

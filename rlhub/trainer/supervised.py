@@ -16,6 +16,8 @@ from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.trainer import TrainerConfig
+from rlhub.config.sections.vla import vla_of
+from rlhub.data.episodes import FRAME, EpisodeDataset
 from rlhub.data.order import IndexedData, ResumableLoader
 from rlhub.data.supervised import PreferenceDataset, SFTDataset
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
@@ -160,7 +162,10 @@ def builder(worker: type[Worker]) -> Callable[[C, SupervisedData, Run, ExitStack
 
 
 def build_sft_data(config: SFTConfig) -> SupervisedData:
-    """Reads demonstrations."""
+    """Reads demonstrations, of a vision-language-action policy in recorded episodes."""
+    vla = vla_of(config.model)
+    if vla is not None:
+        return read_data(config, partial(EpisodeDataset, vla=vla), (*COLUMNS, FRAME))
     return read_data(config, partial(SFTDataset, config.data), COLUMNS)
 
 

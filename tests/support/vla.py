@@ -36,6 +36,7 @@ def settings(decoding: str = "causal", **changes: Any) -> dict[str, Any]:
     """The content of model.vla."""
     places = list(range(FIRST_PLACE, FIRST_PLACE + TOKENS))
     sizes = {"chunk": CHUNK, "action_dim": ACTION_DIM, "bins": BINS, "first_bin_id": FIRST_BIN, "place_ids": places}
+    sizes |= {"image_token_id": IMAGE, "tokens_per_image": TOKENS_PER_IMAGE}
     return {**sizes, "decoding": decoding, "value_head": True, **changes}
 
 

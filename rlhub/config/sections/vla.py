@@ -33,6 +33,10 @@ class VLAConfig:
     place_ids: list[int] = field(default_factory=list)
     """With decoding in one pass, the input tokens at the places: one id for all, or one for each of the chunk x action_dim
     places. They stand for tokens that are not known yet, so no prompt should contain them."""
+    image_token_id: NonNegativeInt = 0
+    """Token id that stands for a part of an image in a prompt, as in the model's config.json."""
+    tokens_per_image: PositiveInt = 1
+    """Image tokens of one image; for SmolVLM (image_size / patch_size / scale_factor) squared."""
     value_head: bool = False
     """Predict the return at each place by a linear head on the policy's own hidden states, trained with actor.value_loss_coef."""
     value_scale: PositiveFloat = 10.0

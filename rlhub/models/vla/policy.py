@@ -45,6 +45,8 @@ def check_vla(config: PreTrainedConfig, vla: VLAConfig) -> None:
             f"model.vla: token ids {foreign} of place_ids and of the last bin (first_bin_id + bins - 1) are outside the "
             f"vocabulary of {config.model_type}, 0 to {vocabulary - 1}"
         )
+    if image is not None and image != vla.image_token_id:
+        problems.append(f"model.vla.image_token_id={vla.image_token_id}, but the image token of {config.model_type} is {image}")
     if image is not None and (image in places or vla.first_bin_id <= image <= last_bin):
         problems.append(f"token {image} stands for a part of an image, so it can be neither a bin nor a place of model.vla")
     if problems:
