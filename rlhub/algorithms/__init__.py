@@ -2,7 +2,6 @@
 
 registry         the names of all algorithms, with what each requires; loads no torch
 estimation       the work on a batch's token columns between the forward passes and the updates
-gather           numbers of all rows for the work on some of them
 inputs           the inputs and outputs of estimators and losses
 advantages/      advantage estimators
 policy_losses/   policy losses

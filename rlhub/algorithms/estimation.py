@@ -29,7 +29,6 @@ from torch import Tensor
 
 from rlhub.algorithms.correction.correct import Correction, correct
 from rlhub.algorithms.correction.weights import log_ratios
-from rlhub.algorithms.gather import Gather
 from rlhub.algorithms.inputs import (
     COMPONENT,
     AdvantageInputs,
@@ -44,7 +43,7 @@ from rlhub.algorithms.masked import masked
 from rlhub.algorithms.mismatch import measure_mismatch
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from rlhub.algorithms.returns import whiten_rewards
-from rlhub.algorithms.statistics import COUNT, SUM, Moments, batch_moments, row_moments, row_sums
+from rlhub.algorithms.statistics import COUNT, SUM, Gather, Moments, batch_moments, row_moments, row_sums
 from rlhub.config.sections.actor import ActorConfig
 from rlhub.config.sections.algorithm import AlgorithmConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig

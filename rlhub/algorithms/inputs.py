@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.gather import HERE, Gather
 from rlhub.algorithms.masked import masked
-from rlhub.algorithms.statistics import row_sums
+from rlhub.algorithms.statistics import HERE, Gather, row_sums
 from rlhub.errors import ProtocolError
 
 

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.gather import HERE, Gather
 from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
-from rlhub.algorithms.statistics import pairwise_sum, row_sums
+from rlhub.algorithms.statistics import HERE, Gather, pairwise_sum, row_sums
 
 OLDEST_BUCKET = 8
 """Tokens so many versions old, or more, are counted together."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.gather import HERE, Gather
 from rlhub.algorithms.inputs import PolicyLossOutputs
 from rlhub.algorithms.masked import masked, masked_sum
-from rlhub.algorithms.statistics import batch_moments, row_moments, whitened
+from rlhub.algorithms.statistics import HERE, Gather, batch_moments, row_moments, whitened
 
 
 def whiten_rewards(rewards: Tensor, response_mask: Tensor, gather: Gather = HERE) -> Tensor:

@@ -14,9 +14,10 @@ from rlhub.pipeline.graph import Pipeline
 # of rows that train, loss_mask those of them that a correction keeps: none is ever written again.  Who reads row_order waits
 # until the rows are with the ranks that train on them.
 TOKENS = "input_ids attention_mask"
+FIELDS = "data_source? ground_truth? extra_info?"
 ROWS = "uid ordinal sample_index prompt_length? response_length"
-SAMPLED = f"{TOKENS} prompts? responses response_mask finish_reason {ROWS} reward_fields? rollout_log_probs policy_version?"
-TEXT = f"{TOKENS} responses response_mask {ROWS} reward_fields?"
+SAMPLED = f"{TOKENS} prompts? responses response_mask finish_reason {ROWS} {FIELDS} rollout_log_probs policy_version?"
+TEXT = f"{TOKENS} responses response_mask {ROWS} {FIELDS}"
 SCORES = "scores valid token_level_scores? baseline_rewards? group_metric? reward/*?"
 MODEL = f"{TOKENS} response_mask"
 PLACES = "row_order mini_batch critic_mini_batch?"

@@ -98,7 +98,9 @@ sample_index        int64(rows)              sample               the sample's n
 prompt_length       int64(rows)              sample               tokens of the prompt
 response_length     int64(rows)              sample               tokens of the response
 finish_reason       int64(rows)              sample               how the response ended: 0 stop, 1 length, 2 abort
-reward_fields       object(rows)             sample               data_source, ground_truth and extra_info, for the scorers
+data_source         object(rows)             sample               the name of the data, for the scorers
+ground_truth        object(rows)             sample               the answer that the data gives, for the scorers
+extra_info          object(rows)             sample               what else the data says of the prompt, for the scorers
 scores              float32(rows)            score                the reward of the sample
 valid               bool(rows)               score                the sample has a score; others do not train
 baseline_rewards    float32(rows)            score                the reward of the prompt's greedy response

@@ -277,6 +277,8 @@ class _Step:
         rest = select(self.batch, late, [*self.batch.meta_info])
         if late:
             rest.reorder(order)
+        if isinstance(rest, BatchRef):
+            rest = rest.small  # the rows of before are void
         self.orders.append(order)
         self.batch = join(output, rest)
 

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from rlhub.algorithms.estimation import ColumnOutputs, compute_advantages, rollout_correction, select_tokens
-from rlhub.algorithms.gather import Gather
 from rlhub.algorithms.levels import Units
+from rlhub.algorithms.statistics import Gather
 from rlhub.config.sections.algorithm import AlgorithmConfig
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.config.sections.vla import vla_of

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.estimation import rollout_correction
-from rlhub.algorithms.gather import HERE
 from rlhub.algorithms.mismatch import measure_mismatch
+from rlhub.algorithms.statistics import HERE
 from rlhub.config.sections.actor import ActorConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig, rejection_bounds, weight_bounds
 from rlhub.engines.training.base import StepReport

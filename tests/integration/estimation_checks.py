@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlhub.algorithms.estimation import compute_advantages, rollout_correction, select_tokens
-from rlhub.algorithms.gather import Gather
+from rlhub.algorithms.statistics import Gather
 from rlhub.config.sections.actor import ActorConfig, PolicyLossConfig
 from rlhub.config.sections.algorithm import AlgorithmConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig

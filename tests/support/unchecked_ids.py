@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from rlhub.agents.openai_server import server
-from rlhub.engines.rollout import request_checks
+from rlhub.engines.rollout import base
 
-request_checks.check_ids = server.check_ids = lambda *_: None  # type: ignore[assignment,attr-defined]
+base.check_ids = server.check_ids = lambda *_: None  # type: ignore[assignment,attr-defined]

@@ -28,8 +28,7 @@ from rlhub.agents.openai_server.sessions import Session, SessionLimits, SessionT
 from rlhub.agents.openai_server.streaming import Choice, FindCalls, Rules, RunningAnswer
 from rlhub.agents.openai_server.tool_choice import ToolUse
 from rlhub.agents.workflows.base import EpisodeEngine
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from rlhub.engines.rollout.request_checks import check_ids
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams, check_ids
 from rlhub.errors import ConfigError, EngineError, RequestError, WorkerError
 from rlhub.tools.call_streams import opening
 

@@ -32,10 +32,9 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.correction.weights import RATIOS, bounded, mean_weight, normalized, outside
-from rlhub.algorithms.gather import HERE, Gather
 from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
 from rlhub.algorithms.mismatch import added
-from rlhub.algorithms.statistics import row_sums
+from rlhub.algorithms.statistics import HERE, Gather, row_sums
 from rlhub.config.sections.rollout_correction import RATIO_RULES, Bounds, RolloutCorrectionConfig, rejection_bounds, weight_bounds
 
 

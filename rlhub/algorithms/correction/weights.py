@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.gather import HERE, Gather
 from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
-from rlhub.algorithms.statistics import pairwise_sum, row_sums
+from rlhub.algorithms.statistics import HERE, Gather, pairwise_sum, row_sums
 from rlhub.config.sections.rollout_correction import Bounds
 
 SMALLEST_MEAN = 1e-8  # a batch whose weights are all zero stays as it is

@@ -40,6 +40,7 @@ ALIASES = {
     "trainer.max_critic_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
     "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
+    "dag.custom_pipeline_fn": "trainer.pipeline",
     "ray_kwargs.ray_init": "trainer.ray_init",
     "ray_init": "trainer.ray_init",
     "model.partial_pretrain": "model.path",

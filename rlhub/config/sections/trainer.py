@@ -63,6 +63,9 @@ class TrainerConfig:
     batches: Literal["reference", "driver"] = "reference"
     """reference: columns of tokens stay with the processes that made them and move once a step, to the ranks that train them;
     driver: they travel through this process with every call."""
+    pipeline: str | None = None
+    """The training step as a graph: ppo, dapo, or a function of your own that returns a rlhub.pipeline.graph.Pipeline, as
+    module:function or path.py:function; null: the same algorithm as one function."""
     placement: dict[str, Any] = field(default_factory=dict)
     """Pools of roles, role -> pool, for rollout, reference, critic, reward_model and judge; other roles share the actor's
     processes."""

@@ -24,9 +24,9 @@ from rlhub.engines.rollout.base import (
     Progress,
     RolloutEngine,
     SamplingParams,
+    check_requests,
 )
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.request_checks import check_requests
 from rlhub.errors import EngineError, RequestError
 from rlhub.utils import faults
 

@@ -1,6 +1,7 @@
 """Reinforcement learning of a policy: the control flow on the driver, which owns no device.
 
   step.py               one training step, the same for every schedule: read this first
+  graph_step.py         the same as the graph of a pipeline, whose nodes a user may replace
   trainer.py            the fit loop around it (resume, validate, save, log), and how it is built from a configuration
 
 Where samples come from; each is a SampleSource (step.py):

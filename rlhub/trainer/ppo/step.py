@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,14 +36,14 @@ from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.metrics import MismatchBound, mean_metrics, mismatch_bound, row_lengths, timing_per_token
 from rlhub.trainer.ppo.requirements import Requirements, requirements
-from rlhub.trainer.ppo.scoring import Samples, Scorer, add_scores
+from rlhub.trainer.ppo.scoring import Samples, Scorer, Scoring, add_scores
 from rlhub.utils.balance import partition
 from rlhub.utils.timing import PhaseTimer
 
 
 @dataclass(slots=True, kw_only=True)
-class TrainingStep:
-    """Trains the policy (and the critic) once per call.
+class StepParts(ABC):
+    """The parts of a training step, and what is the same whether it is written as one function or as a graph.
 
     critic: None where the estimator requires no values.  kl_controller: the coefficient of the KL in the reward, which moves from
     step to step.
@@ -64,6 +65,73 @@ class TrainingStep:
         self.mismatch = mismatch_bound(self.config)
         self.kl_controller = build_kl_controller(self.config.algorithm.kl_ctrl)
 
+    @abstractmethod
+    def __call__(self, step: int, prompts: Iterator[DataProto]) -> dict[str, float]:
+        """Takes training step `step` (from 1): version `step - 1` of the policy becomes version `step`.  Returns its metrics."""
+
+    def sample_and_score(self, prompts: Iterator[DataProto], step: int) -> tuple[Batch, list[Scoring]]:
+        """Returns the samples of a step, in the order in which they were drawn, and their scores on the way.
+
+        Each sample is scored once; only a source that chooses by reward waits for the scores.  Dynamic sampling asks again until
+        enough groups differ in reward.
+        """
+        batch, scorings = None, []
+        while batch is None:
+            samples = self.source.sample(prompts, step)
+            scorings.append(self.score.submit(samples))
+            batch = self.source.select(samples)
+        number_samples(batch)
+        if self.config.trainer.batches == "reference" and isinstance(batch, DataProto):
+            batch.batch["prompt_length"] = row_lengths(batch) - batch.batch["response_length"]  # recordings of old lack it
+        return batch, scorings
+
+    def take_notice(self, metrics: Mapping[str, float], num_rows: int) -> None:
+        """Compares what the advantages were made of with the bound of the mismatch, and moves the coefficient of the KL."""
+        self.mismatch.check(metrics)
+        if self.config.algorithm.use_kl_in_reward:
+            self.kl_controller.update(metrics["actor/reward_kl_penalty"], num_rows)
+
+    def end(self, batch: Batch) -> dict[str, float]:
+        """Lets the ranks forget the columns of a trained batch; returns the phases' times per token."""
+        if isinstance(batch, BatchRef):
+            batch.drop()
+        num_tokens, num_response_tokens = row_lengths(batch).sum().item(), batch.batch["response_length"].sum().item()
+        return timing_per_token(self.timers.so_far(), num_tokens, num_response_tokens)
+
+    def deal_rows(self, batch: Batch, step: int) -> Batch:
+        """Fixes the mini-batches, and deals their rows to the ranks so that each rank of actor and critic has a part of each.
+
+        Returns the batch: by reference, the rows are with their ranks now.
+        """
+        actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
+        critic_ranks = self.critic.mesh("critic").dp_size if self.critic is not None else 1
+        arrange(
+            batch,
+            rows_per_mini_batch=actor.ppo_mini_batch_size * num_samples,
+            num_ranks=math.lcm(self.actor.mesh("actor").dp_size, critic_ranks),
+            balance=self.config.trainer.balance_batch,
+            shuffle_seed=self.config.trainer.seed * 1_000_003 + step if actor.shuffle else None,
+            critic_rows_per_mini_batch=(self.config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size) * num_samples
+            if self.critic is not None
+            else None,
+        )
+        if self.config.trainer.batches == "driver":
+            return batch
+        if isinstance(batch, BatchRef):
+            batch = self.actor.exchange(batch, "actor")
+        else:
+            batch = self.actor.place(batch, "actor", key=f"step-{step}")
+        if self.needs.reference:
+            self.reference.compute_ref_log_prob.bring(model_inputs(batch))
+        if self.critic is not None:
+            self.critic.compute_values.bring(model_inputs(batch))
+        return batch
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingStep(StepParts):
+    """Trains the policy (and the critic) once per call."""
+
     def __call__(self, step: int, prompts: Iterator[DataProto]) -> dict[str, float]:
         """Takes training step `step` (from 1): version `step - 1` of the policy becomes version `step`.  Returns its metrics."""
         needs, source = self.needs, self.source
@@ -71,13 +139,8 @@ class TrainingStep:
         # The trainer's weights go to whatever generates, and are checked there; before the first step they are version 0.
         source.publish()
 
-        # Responses to further prompts, each scored once; only a source that chooses by reward waits for the scores.  Dynamic
-        # sampling asks again until enough groups differ in reward.
-        batch, scorings = None, []
-        while batch is None:
-            samples = source.sample(prompts, step)
-            scorings.append(self.score.submit(samples))
-            batch = source.select(samples)
+        # Responses to further prompts, whose rewards are computed from now on.
+        batch, scorings = self.sample_and_score(prompts, step)
         metrics = dict(source.metrics)
         batch = self.deal_rows(batch, step)
 
@@ -97,9 +160,7 @@ class TrainingStep:
         metrics |= add_scores(batch, scorings)
         inputs = advantage_inputs(batch, needs, self.kl_controller.value)
         metrics |= add_outputs(batch, [self.actor.compute_advantages.submit(inputs)])
-        self.mismatch.check(metrics)
-        if self.config.algorithm.use_kl_in_reward:
-            self.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
+        self.take_notice(metrics, len(batch))
 
         # The policy's loss may weight, reject and choose tokens; the critic learns from all of them.
         trains_policy = step > self.config.trainer.critic_warmup
@@ -116,10 +177,7 @@ class TrainingStep:
             metrics |= mean_metrics(update.get().meta_info["metrics"])
         if not needs.old_log_probs:  # without a pass of its own the update has measured the mismatch
             self.mismatch.check(metrics)
-        if isinstance(batch, BatchRef):
-            batch.drop()
-        num_response_tokens = batch.batch["response_length"].sum().item()
-        return metrics | timing_per_token(self.timers.so_far(), metrics["perf/total_num_tokens"], num_response_tokens)
+        return metrics | self.end(batch)
 
     def choose_tokens(self, batch: Batch, step: int) -> dict[str, float]:
         """Adds loss_mask and importance_weights where tokens are weighted or rejected, selected where the policy's loss chooses
@@ -130,37 +188,6 @@ class TrainingStep:
         if self.needs.selection:
             add_outputs(batch, [self.actor.select_tokens.submit(view(batch, SELECTION, step=step))])
         return metrics
-
-    def deal_rows(self, batch: Batch, step: int) -> Batch:
-        """Fixes the mini-batches, and deals their rows to the ranks so that each rank of actor and critic has a part of each.
-
-        Returns the batch: by reference, the rows are with their ranks now.
-        """
-        actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
-        critic_ranks = self.critic.mesh("critic").dp_size if self.critic is not None else 1
-        number_samples(batch)
-        arrange(
-            batch,
-            rows_per_mini_batch=actor.ppo_mini_batch_size * num_samples,
-            num_ranks=math.lcm(self.actor.mesh("actor").dp_size, critic_ranks),
-            balance=self.config.trainer.balance_batch,
-            shuffle_seed=self.config.trainer.seed * 1_000_003 + step if actor.shuffle else None,
-            critic_rows_per_mini_batch=(self.config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size) * num_samples
-            if self.critic is not None
-            else None,
-        )
-        if self.config.trainer.batches == "driver":
-            return batch
-        if isinstance(batch, BatchRef):
-            batch = self.actor.exchange(batch, "actor")
-        else:
-            batch.batch["prompt_length"] = row_lengths(batch) - batch.batch["response_length"]  # recordings of old lack it
-            batch = self.actor.place(batch, "actor", key=f"step-{step}")
-        if self.needs.reference:
-            self.reference.compute_ref_log_prob.bring(model_inputs(batch))
-        if self.critic is not None:
-            self.critic.compute_values.bring(model_inputs(batch))
-        return batch
 
 
 class SampleSource(Protocol):

@@ -25,10 +25,11 @@ from rlhub.single_controller import ClassWithInitArgs, Launched
 from rlhub.tracking.tracker import Metrics
 from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.build_stream import build_evaluation_samples, build_stream
+from rlhub.trainer.ppo.graph_step import GraphStep
 from rlhub.trainer.ppo.offline_source import RECORDINGS, RecordingSource, ReplaySource, build_collected
 from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
 from rlhub.trainer.ppo.scoring import build_scorer, prepare_reward, reward_roles
-from rlhub.trainer.ppo.step import SampleSource, TrainingStep
+from rlhub.trainer.ppo.step import SampleSource, StepParts, TrainingStep
 from rlhub.trainer.ppo.sync_source import VALIDATION_ORDINALS, Generator, SyncSource
 from rlhub.trainer.ppo.validation import (
     BlockingValidation,
@@ -53,7 +54,7 @@ class PPOTrainer:
     config: PPOConfig
     run: Run
     loader: PromptLoader
-    train_step: TrainingStep
+    train_step: StepParts
     validation: ValidationSchedule | None
     groups: WorkerGroups
     total_steps: int
@@ -140,15 +141,17 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
     launched = stack.enter_context(start_workers(config, data.total_steps, run))
     reward, groups = parts.manager(launched.groups), groups_of(launched.groups)
     source, validation = build_source(config, data, groups, reward, run, stack)
-    train_step = TrainingStep(
-        config=config,
-        source=source,
-        score=build_scorer(config, reward, run.timers),
-        actor=groups.actor,
-        reference=groups.reference,
-        critic=groups.critic,
-        timers=run.timers,
-    )
+    step_parts: dict[str, Any] = {
+        "config": config,
+        "source": source,
+        "score": build_scorer(config, reward, run.timers),
+        "actor": groups.actor,
+        "reference": groups.reference,
+        "critic": groups.critic,
+        "timers": run.timers,
+    }
+    plain = config.trainer.pipeline is None
+    train_step = TrainingStep(**step_parts) if plain else GraphStep(**step_parts, roles=launched.groups)
     return PPOTrainer(
         config=config,
         run=run,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlhub.algorithms.estimation import ColumnOutputs, rollout_correction
-from rlhub.algorithms.gather import HERE
 from rlhub.algorithms.mismatch import measure_mismatch
+from rlhub.algorithms.statistics import HERE
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 
 OLD = [[-1.0, -2.0, -3.0], [-1.0, -1.5, 0.0]]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhub.algorithms.estimation import ColumnOutputs, compute_advantages, rollout_correction, select_tokens
-from rlhub.algorithms.gather import Gather
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rlhub.algorithms.statistics import Gather
 from rlhub.config.sections.actor import ActorConfig, PolicyLossConfig
 from rlhub.config.sections.algorithm import AlgorithmConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig

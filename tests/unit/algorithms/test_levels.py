@@ -14,11 +14,11 @@ from torch import Tensor
 from rlhub.algorithms.correction.correct import correct
 from rlhub.algorithms.correction.weights import log_ratios
 from rlhub.algorithms.estimation import rollout_correction, select_tokens
-from rlhub.algorithms.gather import HERE
 from rlhub.algorithms.inputs import PolicyLossInputs
 from rlhub.algorithms.levels import TOKENS, Level, Units
 from rlhub.algorithms.masked import Denominators, aggregate
 from rlhub.algorithms.registry import POLICY_LOSSES
+from rlhub.algorithms.statistics import HERE
 from rlhub.config.sections.actor import ActorConfig, PolicyLossConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from tests.unit.algorithms.cases import assert_close, few

@@ -26,11 +26,11 @@ from rlhub.engines.rollout.base import (
     RolloutEngine,
     SamplingParams,
     WeightBucket,
+    check_requests,
 )
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.remote.dialects import DIALECTS, NO_IDS, Call, Dialect, NoTokenIdsError
 from rlhub.engines.rollout.remote.server import BrokenConnectionError, Http, Staging, WeightsLock, read_key
-from rlhub.engines.rollout.request_checks import check_requests
 from rlhub.engines.rollout.streaming import ProgressRelay
 from rlhub.errors import ConfigError, DeadlineError, EngineError, RlhubError
 from rlhub.protocol.weights.pieces import Piece

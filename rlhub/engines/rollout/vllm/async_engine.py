@@ -26,10 +26,10 @@ from rlhub.engines.rollout.base import (
     RolloutEngine,
     SamplingParams,
     WeightBucket,
+    check_requests,
     resolve_dtype,
 )
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.request_checks import check_requests
 from rlhub.engines.rollout.streaming import ProgressRelay
 from rlhub.engines.rollout.vllm.environment import child_variables, guarded_process, start_resource_tracker
 from rlhub.errors import EngineError, RequestError, RlhubError

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rlhub.algorithms.advantages.chunk_gae import ChunkGAEKnobs
 from rlhub.algorithms.estimation import advantage_inputs
-from rlhub.algorithms.gather import HERE, Gather
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
+from rlhub.algorithms.statistics import HERE, Gather
 from rlhub.errors import ProtocolError
 
 NAMES = sorted(name for name in ADVANTAGE_ESTIMATORS.names() if "episodes" in ADVANTAGE_ESTIMATORS.row(name).requires)

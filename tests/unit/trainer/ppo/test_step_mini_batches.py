@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rlhub.algorithms import estimation
 from rlhub.algorithms.estimation import token_keys
-from rlhub.algorithms.gather import Gather
 from rlhub.algorithms.inputs import PolicyLossInputs
 from rlhub.algorithms.masked import Denominators, aggregate, masked
 from rlhub.algorithms.registry import POLICY_LOSSES
+from rlhub.algorithms.statistics import Gather
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.protocol import DataProto

@@ -1,0 +1,153 @@
+"""One training step as the graph of a pipeline (rlhub.pipeline): what TrainingStep says as a function, with nodes that a user may
+replace.
+
+Nodes without a function of their own call what the plain step calls: methods of the workers, with the columns and parameters that
+`step.py` gives them, and the driver's functions of the same SampleSource and Scorer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from rlhub.pipeline.columns import Use
+from rlhub.pipeline.executor import METRICS, Executor, Output, declared, names_of, select
+from rlhub.pipeline.graph import TaskGraph
+from rlhub.pipeline.load import load_pipeline
+from rlhub.pipeline.nodes import Node
+from rlhub.protocol import Batch, BatchRef, DataProto
+from rlhub.single_controller import WorkerGroup
+from rlhub.trainer.ppo.metrics import mean_metrics
+from rlhub.trainer.ppo.scoring import Scoring, add_scores
+from rlhub.trainer.ppo.step import (
+    CORRECTION,
+    SELECTION,
+    StepParts,
+    advantage_inputs,
+    log_prob_inputs,
+    model_inputs,
+    policy_inputs,
+    value_inputs,
+    view,
+)
+from rlhub.utils.user_code import load_target
+
+STEP = "step"
+
+
+@dataclass(slots=True, kw_only=True)
+class GraphStep(StepParts):
+    """Trains once per call, by the pipeline that the configuration names.  roles: the launched worker groups by role."""
+
+    roles: Mapping[str, WorkerGroup]
+    graph: TaskGraph = field(init=False)
+
+    def __post_init__(self) -> None:
+        StepParts.__post_init__(self)
+        assert self.config.trainer.pipeline is not None, "else the plain step trains"
+        pipeline = load_pipeline(self.config.trainer.pipeline)(self.config, self.needs)
+        self.graph = pipeline.build(self.config)
+
+    def group(self, role: str) -> WorkerGroup | None:
+        """Returns the workers of a node's role, wherever they live."""
+        usual = {"actor": self.actor, "reference": self.reference, "critic": self.critic}
+        return usual.get(role, self.roles.get(role))
+
+    def __call__(self, step: int, prompts: Iterator[DataProto]) -> dict[str, float]:
+        result = Executor(self.graph, StepCalls(self, prompts), self.config)(step)
+        trains_policy = "update_actor" in result.timings
+        metrics = {"mismatch/masked_share": 0.0} if trains_policy and not self.needs.staleness else {}
+        for found in result.metrics.values():
+            metrics |= mean_metrics(found)
+        return metrics | self.end(result.batch)
+
+
+@dataclass(slots=True)
+class StepCalls:
+    """Calls what the nodes name in one step.  drawn: the step's samples as they were drawn, and their scores on the way."""
+
+    parts: GraphStep
+    prompts: Iterator[DataProto]
+    drawn: tuple[Batch, list[Scoring]] | None = None
+
+    def start(self, node: Node, batch: Batch) -> Callable[[], Output]:
+        if ":" in node.run:
+            function = load_target(node.run)
+            return lambda: function(batch)
+        own = self._own_functions().get(node.run)
+        if own is not None:
+            return lambda: own(node, batch)
+        sent = getattr(self.parts.group(node.on), node.run).submit(self._inputs(node.run, batch))
+        return lambda: self._take_notice(node.run, sent.get(), len(batch))
+
+    def _own_functions(self) -> Mapping[str, Callable[[Node, Batch], Output]]:
+        """Returns the driver's functions (rlhub.pipeline.builtin.Driver) by name."""
+        return {
+            "publish": self._publish,
+            "sample": self._sample,
+            "dynamic_sampling": self._sample,
+            "score": self._score,
+            "balance": self._balance,
+        }
+
+    def _publish(self, node: Node, batch: Batch) -> Output:
+        self.parts.source.publish()
+        return DataProto(meta_info={"weights_version": self.parts.source.policy_version})
+
+    def _sample(self, node: Node, batch: Batch) -> Output:
+        """Returns the samples, with their scores where the node says that it writes them."""
+        rows, scorings = self.drawn = self.parts.sample_and_score(self.prompts, batch.meta_info[STEP])
+        scores = add_scores(rows, scorings) if "scores" in (use.name for use in node.writes) else {}
+        output = columns_of(rows, node.writes)
+        output.meta_info[METRICS] = {**self.parts.source.metrics, **scores}
+        return output
+
+    def _score(self, node: Node, batch: Batch) -> Output:
+        """Returns the scores of the samples in the order of the node's rows."""
+        assert self.drawn is not None, "its inputs are samples"
+        rows, scorings = self.drawn
+        metrics = add_scores(rows, scorings)
+        scores = columns_of(rows.small if isinstance(rows, BatchRef) else rows, node.writes)
+        scores.reorder(batch.batch["sample_index"])
+        scores.meta_info[METRICS] = metrics
+        return scores
+
+    def _balance(self, node: Node, batch: Batch) -> Output:
+        """Returns the rows where they train, as the plain step does."""
+        rows = self.parts.deal_rows(batch, batch.meta_info[STEP])
+        rows.batch["row_order"] = rows.batch["sample_index"].clone()
+        return rows
+
+    def _inputs(self, method: str, batch: Batch) -> Batch:
+        """Returns what a method of the workers reads, with its parameters."""
+        parts, needs = self.parts, self.parts.needs
+        match method:
+            case "compute_log_prob":
+                return log_prob_inputs(batch, needs)
+            case "compute_ref_log_prob" | "compute_values":
+                return model_inputs(batch)
+            case "compute_advantages":
+                return advantage_inputs(batch, needs, parts.kl_controller.value)
+            case "rollout_correction":
+                return view(batch, CORRECTION)
+            case "select_tokens":
+                return view(batch, SELECTION, step=batch.meta_info[STEP])
+            case "update_actor":
+                return policy_inputs(batch, needs)
+            case "update_critic":
+                return value_inputs(batch)
+        return batch
+
+    def _take_notice(self, method: str, output: Batch, num_rows: int) -> Batch:
+        """Checks the mismatch of the policies as soon as it is measured: with the advantages, or else in the update."""
+        metrics = mean_metrics(output.meta_info.get(METRICS, {}))
+        if method == "compute_advantages":
+            self.parts.take_notice(metrics, num_rows)
+        elif method == "update_actor" and not self.parts.needs.old_log_probs:
+            self.parts.mismatch.check(metrics)
+        return output
+
+
+def columns_of(rows: Batch, uses: tuple[Use, ...]) -> Batch:
+    """Returns the rows with the declared columns only."""
+    return select(rows, declared(uses, names_of(rows)), declared(uses, [*rows.meta_info]))
