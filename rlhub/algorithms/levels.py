@@ -59,11 +59,11 @@ class Units:
         size = max(mask.shape[1], 1) if self.level == "chunk" else self.action_dim
         return masked(units.repeat_interleave(size, 1)[:, : mask.shape[1]], mask)
 
-    def columns(self, rows: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    def columns(self, rows: Mapping[str, Tensor], mask: Tensor) -> Mapping[str, Tensor]:
         """Returns the columns (rows, response) named in SUMMED and FIRST, and response_mask, with one value a unit; others as
         they are.  mask: (rows, response)."""
         if self.level == "token":
-            return dict(rows)
+            return rows
         found = {name: self.sums(column, mask) for name, column in rows.items() if name in SUMMED}
         found |= {name: self.firsts(column, mask) for name, column in rows.items() if name in FIRST}
         found |= {"response_mask": self.mask(mask)} if "response_mask" in rows else {}

@@ -37,8 +37,6 @@ for _name, _requires, _class in (
     ("optimal_token_baseline", {"groups", "old_log_probs", "sum_pi_squared"}, "OptimalTokenBaselineKnobs"),
     ("gdpo", {"groups", "reward_components", "components_only", "gather"}, "GDPOKnobs"),
     ("cpgd", {"groups"}, "CPGDKnobs"),
-    ("chunk_gae", {"values", "episodes", "next_values", "gather"}, "ChunkGAEKnobs"),
-    ("chunk_grpo", {"groups", "episodes", "gather"}, "GRPOKnobs"),
 ):
     _module = f"{_HERE}.advantages.{_name}"
     ADVANTAGE_ESTIMATORS.add_lazy(
@@ -48,6 +46,13 @@ for _name, _requires, _class in (
         knobs=f"{_module}:{_class}" if _class else None,
         companions={"per_sample": f"{_module}:per_sample"} if _name in _ONE_NUMBER_A_SAMPLE else None,
     )
+
+for _name, _file, _requires, _class in (
+    ("chunk_gae", "gae", {"values", "episodes", "next_values", "gather"}, "ChunkGAEKnobs"),
+    ("chunk_grpo", "grpo", {"groups", "episodes", "gather"}, "GRPOKnobs"),
+):
+    _module = f"{_HERE}.advantages.{_file}"
+    ADVANTAGE_ESTIMATORS.add_lazy(_name, f"{_module}:{_name}", requires=_requires, knobs=f"{_module}:{_class}")
 
 POLICY_LOSSES: Registry[Any] = Registry("policy loss")
 for _name, _class in (

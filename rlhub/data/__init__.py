@@ -3,8 +3,7 @@
 files.py        rows of parquet and jsonl files; checks before the start, without torch
 tokenizing.py   prompt text or chat messages -> token ids; the policy for lengths
 order.py        the resumable order of rows: seed, epoch, cursor
-actions.py      actions as tokens, and prompts with the places of images
-episodes.py     recorded episodes of robots (LeRobot's format), and the demonstrations in them
+episodes.py     recorded episodes of robots (LeRobot's format), the demonstrations in them, and actions as tokens
 prompts.py      PromptDataset and PromptLoader: prompts for reinforcement learning
 supervised.py   SFTDataset, demonstrations with a loss mask; PreferenceDataset, pairs of a chosen and a rejected answer
 """

@@ -32,15 +32,6 @@ from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.collectives import check_finite, ensure_process_group
-from rlhub.engines.training.pairs import (
-    DPOLoss,
-    PairLoss,
-    RewardLoss,
-    evaluate_pairs,
-    interleave,
-    sequence_log_probs,
-    take_pair_step,
-)
 from rlhub.engines.training.registry import (
     build_dpo_engine,
     build_dpo_reference_engine,
@@ -49,7 +40,18 @@ from rlhub.engines.training.registry import (
     build_sft_engine,
     build_value_engine,
 )
-from rlhub.engines.training.updates import ValueUpdater, sft_loss, take_steps
+from rlhub.engines.training.updates import (
+    DPOLoss,
+    PairLoss,
+    RewardLoss,
+    ValueUpdater,
+    evaluate_pairs,
+    interleave,
+    sequence_log_probs,
+    sft_loss,
+    take_pair_step,
+    take_steps,
+)
 from rlhub.errors import DataError
 from rlhub.models.hf import ModelKind
 from rlhub.models.shape import local_shape

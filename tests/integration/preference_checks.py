@@ -17,7 +17,7 @@ from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
-from rlhub.engines.training.pairs import (
+from rlhub.engines.training.updates import (
     PAIR,
     DPOLoss,
     PairLoss,

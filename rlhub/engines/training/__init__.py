@@ -3,7 +3,6 @@
 base         TrainEngine, the interface of every backend
 registry     the table of backends, and the construction of each role's engine from the configuration
 updates      the updates of a batch: losses on an engine's outputs, optimizer steps, metrics
-pairs        the updates on preference pairs
 micro_batch  cutting rows into forward passes
 packing      one pass without padding
 optimizer    the rules of a step that all optimizers share, and state in host memory

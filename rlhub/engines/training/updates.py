@@ -1,38 +1,28 @@
 """The updates of a batch: the losses on an engine's outputs, the optimizer steps, and their metrics.
 
     PolicyUpdater, ValueUpdater     PPO's updates from a rollout batch, with one optimizer step per mini-batch
-    UpdateCorrection                the rollout correction that is computed inside the policy's update
     sft_loss                        the loss of supervised fine-tuning
+    take_pair_step, evaluate_pairs  one step on preference pairs, and their evaluation, with DPOLoss or RewardLoss
 
 Steps do not depend on the number of ranks or on micro-batches.  The driver assigns rows to mini-batches (column `mini_batch`),
 and all denominators are counted over all ranks before the first forward pass.
 
-Rollout correction.  Where the old log-probs have no forward pass of their own, the correction is computed here.  It reads the
-log-ratio l in one of two modes, with the rollout engine's policy mu and the current policy pi:
-
-    bypass   pi_old := mu; l = sg(log pi) - log mu, because log pi_old - log mu is 0 and every correction would silently vanish
-    A-3PO    pi_old is interpolated between mu and pi; l = log pi_old - log mu
-
-In bypass mode a loss that contains the ratio pi / pi_old has pi / mu in it already.  A weight on top would count it twice, so
-only rejection is applied.  A loss without a ratio of its own (its registry row requires "weights") gets the weight.  A
-rejected token has weight 0 and stays in the loss's denominators, unlike on the driver, where rejected tokens leave the mask
-and with it the denominators.
+Preference pairs.  A pair is two neighbouring rows: 2i is the chosen answer, 2i + 1 the rejected one.  Engines cut
+micro-batches in whole pairs, and a loss is divided by the number of pairs over all ranks.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.correction.correct import correct, token_factors
-from rlhub.algorithms.correction.weights import log_ratios, proximal_log_probs
+from rlhub.algorithms.correction.correct import UpdateCorrection
 from rlhub.algorithms.inputs import PolicyLossInputs
 from rlhub.algorithms.levels import TOKENS, Units
 from rlhub.algorithms.masked import Denominators, aggregate, masked, masked_sum
@@ -45,14 +35,17 @@ from rlhub.algorithms.mismatch import (
     staleness_sums,
     weight_extremes,
 )
-from rlhub.algorithms.registry import KL_ESTIMATORS, POLICY_LOSSES
+from rlhub.algorithms.preference import PreferenceInputs, bradley_terry
+from rlhub.algorithms.registry import KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
 from rlhub.algorithms.returns import value_loss
 from rlhub.config.sections.actor import ActorConfig
 from rlhub.config.sections.ppo import CriticConfig
+from rlhub.config.sections.preference import DPOLossConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 from rlhub.registry import knobs_for
 
+PAIR = 2  # rows of a preference pair
 StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
 """A loss of one micro-batch, given the denominators of its optimizer step."""
 
@@ -159,61 +152,6 @@ class PolicyUpdater:
         found = {name: getattr(outputs, name) for name in ("log_probs", "entropy", "values")}
         found = self.units.columns({name: column for name, column in found.items() if column is not None}, mask)
         return ForwardOutputs(**found), self.units.columns(micro, mask)
-
-
-class UpdateCorrection:
-    """Computes old log-probs and token weights of a micro-batch, in the configured mode.
-
-    loss_requires: the `requires` of the policy loss's registry row.
-    """
-
-    def __init__(self, config: RolloutCorrectionConfig, loss_requires: AbstractSet[str]) -> None:
-        self.config = config
-        self.own_ratio = "weights" not in loss_requires
-        self.applied = dataclasses.replace(config, rollout_is=None) if config.bypass_mode and self.own_ratio else config
-
-    def anchor(self, log_probs: Tensor, micro: Rows) -> AnchoredLogProbs:
-        """Returns the anchor of a micro-batch.
-
-        Columns read: old_log_probs and importance_weights if present; in bypass mode old_log_probs, which is mu, or without it
-        rollout_log_probs; with A-3PO the latter and, if present, staleness.  log_probs: those of the current policy, (rows,
-        response).
-        """
-        current, mask = log_probs.detach(), micro["response_mask"]
-        if not self.config.in_update:
-            first_step = "old_log_probs" not in micro
-            old = current if first_step else micro["old_log_probs"]
-            return AnchoredLogProbs(old_log_probs=old, weights=micro.get("importance_weights"), sums={})
-        mu = self.behaviour(micro)
-        assert mu is not None
-        if self.config.bypass_mode:
-            old, measured = mu, current
-        else:
-            staleness = micro["staleness"] if "staleness" in micro else torch.zeros_like(mask[:, 0])
-            old = measured = proximal_log_probs(current, mu, staleness, mask)
-        correction = correct(self.applied, log_ratios(measured, mu, mask), mask)
-        weights = token_factors(correction).to(current.dtype) if self.applied.active else None
-        return AnchoredLogProbs(old_log_probs=old, weights=weights, sums=correction.sums)
-
-    def behaviour(self, rows: Rows) -> Tensor | None:
-        """Returns log mu, (rows, response), if the mismatch is measured in the update; None if the driver measures it."""
-        if self.config.bypass_mode:
-            return rows["old_log_probs"] if "old_log_probs" in rows else rows["rollout_log_probs"]
-        measured_before = "old_log_probs" in rows and not self.config.in_update
-        return rows["rollout_log_probs"] if "rollout_log_probs" in rows and not measured_before else None
-
-
-@dataclass(slots=True, kw_only=True)
-class AnchoredLogProbs:
-    """The anchor of a policy loss: the log-probs that it compares with, and token weights, both (rows, response) without
-    gradient.
-
-    weights: None if no token is weighted.
-    """
-
-    old_log_probs: Tensor
-    weights: Tensor | None
-    sums: dict[str, Tensor]
 
 
 class Extremes:
@@ -395,3 +333,126 @@ def count_denominators(engine: TrainEngine, response_mask: Tensor, scale: float)
 
 def _with_denominators(loss: StepLoss, denominators: Denominators, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
     return loss(outputs, micro, denominators)
+
+
+def take_pair_step(engine: TrainEngine, rows: Rows, loss: PairLoss) -> PairStep:
+    """Takes one optimizer step over interleaved rows.  Every rank calls it, also one without rows."""
+    num_pairs = count_pairs(engine, rows)
+    sums = engine.forward_backward(rows, partial(_with_num_pairs, loss, num_pairs), outputs=loss.outputs, rows_per_unit=PAIR)
+    return PairStep(sums=sums, num_pairs=num_pairs, report=engine.optimizer_step())
+
+
+@torch.no_grad()
+def evaluate_pairs(engine: TrainEngine, rows: Rows, loss: PairLoss) -> dict[str, float]:
+    """Returns global sums over pairs: `count`, `loss`, and the sums of the loss itself.  Every rank calls it."""
+    outputs = ForwardOutputs(**engine.infer(rows, outputs=loss.outputs))
+    result = loss(outputs, rows, 1.0)
+    sums = {"count": real_pairs(rows).sum(), "loss": result.loss, **result.sums}
+    names = sorted(sums)
+    totals = engine.reduce(torch.stack([sums[name].double() for name in names]))
+    return dict(zip(names, totals.tolist(), strict=True))
+
+
+class PairLoss(Protocol):
+    """A loss of one micro-batch of interleaved rows, given the step's number of pairs; its sums are sums over pairs.
+
+    outputs: the outputs that the engine computes for it.
+    """
+
+    outputs: tuple[str, ...]
+
+    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class PairStep:
+    """The result of one optimizer step: its global sums over pairs, the number of pairs, and the optimizer's report."""
+
+    sums: dict[str, float]
+    num_pairs: float
+    report: StepReport
+
+
+class DPOLoss:
+    """Any preference loss on the log-probs of whole answers.
+
+    Columns read: response_mask, and ref_log_prob (rows,), the reference's log-probs of whole answers.  Sums: DPO's implicit
+    rewards beta (log pi(y) - log pi_ref(y)) as rewards/..., and log-probs as logps/...
+    """
+
+    outputs: tuple[str, ...] = ("log_probs",)
+
+    def __init__(self, config: DPOLossConfig) -> None:
+        self.loss = PREFERENCE_LOSSES.get(config.loss_type)
+        self.knobs: Any = knobs_for(PREFERENCE_LOSSES.knobs_class(config.loss_type), config, config.kwargs, where="dpo.kwargs")
+        self.beta = config.beta
+
+    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput:
+        assert outputs.log_probs is not None
+        chosen, rejected = split(sequence_log_probs(outputs.log_probs, micro["response_mask"]))
+        ref_chosen, ref_rejected = split(micro["ref_log_prob"].to(chosen.dtype))
+        inputs = PreferenceInputs(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+        real = real_pairs(micro)
+        loss = masked_sum(self.loss(inputs, self.knobs), real) / num_pairs
+        reward_chosen, reward_rejected = (self.beta * ratio.detach() for ratio in inputs.log_ratios)
+        sums = {
+            **_rewards(reward_chosen, reward_rejected, real),
+            "logps/chosen": masked_sum(chosen.detach(), real),
+            "logps/rejected": masked_sum(rejected.detach(), real),
+        }
+        return LossOutput(loss=loss, sums=sums)
+
+
+class RewardLoss:
+    """The Bradley-Terry loss on the scores of whole answers.
+
+    Column read if present: margin (rows,), equal in both rows of a pair.  Sums: the scores as rewards/...
+    """
+
+    outputs: tuple[str, ...] = ("scores",)
+
+    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput:
+        assert outputs.scores is not None
+        chosen, rejected = split(outputs.scores)
+        margin = split(micro["margin"].to(chosen.dtype))[0] if "margin" in micro else None
+        real = real_pairs(micro)
+        loss = masked_sum(bradley_terry(chosen, rejected, margin), real) / num_pairs
+        return LossOutput(loss=loss, sums=_rewards(chosen.detach(), rejected.detach(), real))
+
+
+def _rewards(chosen: Tensor, rejected: Tensor, real: Tensor) -> dict[str, Tensor]:
+    """Returns sums over pairs; a tie counts as half right."""
+    right = (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)
+    values = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": right}
+    return {f"rewards/{name}": masked(value, real).sum() for name, value in values.items()}
+
+
+def interleave(pairs: Rows) -> dict[str, Tensor]:
+    """Returns columns (pairs, 2, ...) as rows 2i (chosen) and 2i + 1 (rejected), and columns (pairs,) with each entry twice."""
+    return {name: column.flatten(0, 1) if column.dim() > 1 else column.repeat_interleave(PAIR) for name, column in pairs.items()}
+
+
+def split(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits (rows,) into the chosen and the rejected answers, (pairs,) each."""
+    chosen, rejected = rows.view(-1, PAIR).unbind(1)
+    return chosen, rejected
+
+
+def real_pairs(micro: Rows) -> Tensor:
+    """Returns a boolean (pairs,), which is False for the filler rows of a rank without rows left."""
+    chosen, rejected = split(micro["attention_mask"].any(dim=1))
+    return chosen & rejected
+
+
+def count_pairs(engine: TrainEngine, rows: Rows) -> float:
+    """Counts the pairs over all ranks."""
+    return float(engine.reduce(real_pairs(rows).sum().double()))
+
+
+def sequence_log_probs(log_probs: Tensor, response_mask: Tensor) -> Tensor:
+    """Returns sum_t m_t log pi(y_t), (rows,) float64, because the losses read small differences of large sums."""
+    return masked_sum(log_probs.double(), response_mask, dim=1)
+
+
+def _with_num_pairs(loss: PairLoss, num_pairs: float, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
+    return loss(outputs, micro, num_pairs)

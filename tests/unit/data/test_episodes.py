@@ -13,8 +13,14 @@ from pyarrow import parquet
 
 from recipes.tiny_smolvlm import build_tokenizer
 from rlhub.config.sections.vla import VLAConfig
-from rlhub.data.actions import ActionTokenizer, prompts_with_images
-from rlhub.data.episodes import Episode, EpisodeDataset, EpisodeReader, write_episodes
+from rlhub.data.episodes import (
+    ActionTokenizer,
+    Episode,
+    EpisodeDataset,
+    EpisodeReader,
+    prompts_with_images,
+    write_episodes,
+)
 from rlhub.data.files import check_episode_folders
 from rlhub.errors import DataError
 

@@ -31,14 +31,16 @@ from rlhub.engines.rollout.base import (
     resolve_dtype,
 )
 from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper, TokenEvent
-from rlhub.engines.rollout.hf.actions import ActionBatch, check_actions, decode_actions
 from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, key_mask, prefill_chunks, read_prompts, widen
 from rlhub.engines.rollout.hf.decode import (
     FIRST_CAPACITY,
     KEEP_FRACTION,
     NOT_FINITE,
+    ActionBatch,
     DecodeLimits,
+    check_actions,
     decode,
+    decode_actions,
     decode_step,
     sample_tokens,
     token_uniforms,

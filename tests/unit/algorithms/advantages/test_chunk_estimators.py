@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.advantages.chunk_gae import ChunkGAEKnobs
+from rlhub.algorithms.advantages.gae import ChunkGAEKnobs
 from rlhub.algorithms.estimation import advantage_inputs
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
