@@ -149,8 +149,8 @@ class PolicyUpdater:
     def _of_units(self, outputs: ForwardOutputs, micro: Rows) -> tuple[ForwardOutputs, Rows]:
         """Returns outputs and columns with one value for each unit of the loss."""
         mask = micro["response_mask"]
-        found = {name: getattr(outputs, name) for name in ("log_probs", "entropy", "values")}
-        found = self.units.columns({name: column for name, column in found.items() if column is not None}, mask)
+        computed = {name: getattr(outputs, name) for name in ("log_probs", "entropy", "values")}
+        found = self.units.columns({name: column for name, column in computed.items() if column is not None}, mask)
         return ForwardOutputs(**found), self.units.columns(micro, mask)
 
 
