@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.correction import correct
 from rlhub.algorithms.correction import correct as correct_module
 from rlhub.algorithms.correction.correct import correct, token_factors
 from rlhub.algorithms.correction.weights import log_ratios
@@ -179,7 +178,7 @@ def test_in_bypass_mode_a_loss_with_a_ratio_gets_rejection_and_no_weight(micro_r
 
 def test_old_minus_rollout_log_probs_would_reject_nothing_in_bypass_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: with l = log pi_old - log mu = 0 the correction vanishes without a word."""
-    monkeypatch.setattr(correct, "log_ratios", lambda pi, mu, mask: log_ratios(mu, mu, mask))
+    monkeypatch.setattr(correct_module, "log_ratios", lambda pi, mu, mask: log_ratios(mu, mu, mask))
     rows = sampled("old_log_probs")
     engine, metrics = update(rows, settings(**BYPASS))
     assert metrics["mismatch/masked_share"] == 0
