@@ -58,7 +58,18 @@ TRACKING = [*TRACKERS["tensorboard"], *TRACKERS["wandb"]]
 MCP = ["mcp>=2.3,<3"]
 # MuJoCo renders through EGL without a display: on Debian and Ubuntu, libegl1 and libgl1-mesa-dri, or a GPU's driver.
 ENVS = ["gymnasium>=1.1,<2", "mujoco>=3.3,<4", "minigrid>=3,<4"]
-TEST = ["openai>=2", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRACKING, *MCP, *ENVS, "ray[default]>=2.58,<2.59"]
+VLA = ["pillow>=11"]  # pictures of recorded episodes
+TEST = [
+    "openai>=2",
+    "pytest>=8",
+    "pytest-xdist>=3.6",
+    "hypothesis>=6.100",
+    *TRACKING,
+    *MCP,
+    *ENVS,
+    *VLA,
+    "ray[default]>=2.58,<2.59",
+]
 
 setup(
     name="rlhub",
@@ -80,6 +91,7 @@ setup(
         **TRACKERS,
         "mcp": MCP,
         "envs": ENVS,
+        "vla": VLA,
         "test": TEST,
         "bench": ["trl==1.16.0", "datasets>=4", "accelerate>=1.10"],
         "dev": [*TEST, "ruff>=0.15", "mypy>=1.18"],

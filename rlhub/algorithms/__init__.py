@@ -11,6 +11,7 @@ returns          returns, and the critic's loss
 preference       losses on pairs of answers: DPO and its relatives, reward models
 mismatch         the distance of the rollout engine's probabilities from the trainer's
 statistics       statistics of the samples of one prompt, and of the whole batch from numbers of its rows
+levels           the unit of a loss: a token, an action or a whole response
 masked           values and sums over tokens that count, and the aggregation of token losses
 
 Importing this package loads no torch.

@@ -11,7 +11,7 @@ batch, equal in every process.  Columns that are read:
   instead attention_mask (rows, prompt + response);
 - (rows, response): response_mask, and token_level_scores where rewards stand on other tokens than the last that the model wrote;
 - where the estimator requires them or the settings read them: values, old_log_probs, ref_log_prob, rollout_log_probs,
-  sum_pi_squared, baseline_rewards, reward/<name>, policy_version.
+  sum_pi_squared, baseline_rewards, reward/<name>, policy_version; one number a row: episode, call, terminated, next_values.
 
 No column is written twice: response_mask are the tokens of the model, learn_mask those of rows that train, and loss_mask those of
 them that the policy's loss counts, where a correction has rejected some.
@@ -38,6 +38,7 @@ from rlhub.algorithms.inputs import (
     refuse_lost_rewards,
 )
 from rlhub.algorithms.kl import penalized_rewards
+from rlhub.algorithms.levels import TOKENS, Units
 from rlhub.algorithms.masked import masked
 from rlhub.algorithms.mismatch import measure_mismatch
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
@@ -46,10 +47,12 @@ from rlhub.algorithms.statistics import COUNT, SUM, Gather, Moments, batch_momen
 from rlhub.config.sections.actor import ActorConfig
 from rlhub.config.sections.algorithm import AlgorithmConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
-from rlhub.errors import RewardError
+from rlhub.errors import ProtocolError, RewardError
 from rlhub.registry import knobs_for
 from rlhub.utils.seeding import Purpose, uniforms
 
+EPISODES = ("episode", "call", "terminated")
+"""The columns of a batch whose rows are calls of a policy in episodes."""
 Columns = Mapping[str, Tensor]
 """Columns of a batch by name, of equally many rows."""
 
@@ -136,14 +139,20 @@ def advantage_inputs(
     """Returns what the estimator reads; what it does not require is None.  valid: (rows,) bool; scored: (rows, response), the
     tokens of valid rows."""
     requires = ADVANTAGE_ESTIMATORS.row(estimator).requires
-    optional = ("values", "old_log_probs", "sum_pi_squared", "baseline_rewards")
+    optional = ("values", "old_log_probs", "sum_pi_squared", "baseline_rewards", "next_values")
+    read = [*(EPISODES if "episodes" in requires else ()), *(name for name in optional if name in requires)]
+    if missing := [name for name in read if name in (*EPISODES, "next_values") and name not in columns]:
+        raise ProtocolError(
+            f"the batch has no column {', '.join(missing)}, which adv_estimator={estimator} reads; let the source of the batch "
+            "add it, or choose another estimator"
+        )
     return AdvantageInputs(
         token_level_rewards=rewards,
         response_mask=scored,
         group=own_group_when_invalid(columns["uid"], valid, columns["sample_index"]),
         reward_components=reward_components(columns) if "reward_components" in requires else None,
         gather=gather,
-        **{name: columns[name] for name in optional if name in requires},
+        **{name: columns[name] for name in read},
     )
 
 
@@ -243,18 +252,20 @@ def spread(prefix: str, moments: Moments) -> dict[str, float]:
     }
 
 
-def rollout_correction(columns: Columns, gather: Gather, config: RolloutCorrectionConfig) -> ColumnOutputs:
+def rollout_correction(columns: Columns, gather: Gather, config: RolloutCorrectionConfig, units: Units = TOKENS) -> ColumnOutputs:
     """Returns loss_mask (rows, response), which is learn_mask without rejected tokens, and where tokens are weighted
     importance_weights; the metrics are correction/* and mismatch/masked_share.
 
-    It comes after the advantages, because a group's baseline uses all of its samples.
+    It comes after the advantages, because a group's baseline uses all of its samples.  units: what is weighted or rejected as
+    one, with the same value on all of its tokens.
     """
-    mask = columns["learn_mask"]
-    log_ratio = log_ratios(columns["old_log_probs"], columns["rollout_log_probs"], mask)
-    correction = correct(config, log_ratio, mask, columns["advantages"], gather)
-    found = {"loss_mask": masked(mask, correction.keep)}
+    tokens = columns["learn_mask"]
+    mask, advantages = units.mask(tokens), units.firsts(columns["advantages"], tokens)
+    log_ratio = units.sums(log_ratios(columns["old_log_probs"], columns["rollout_log_probs"], tokens), tokens)
+    correction = correct(config, log_ratio, mask, advantages, gather)
+    found = {"loss_mask": masked(tokens, units.tokens(correction.keep, tokens))}
     if correction.weights is not None:
-        found["importance_weights"] = correction.weights.to(columns["old_log_probs"].dtype)
+        found["importance_weights"] = units.tokens(correction.weights.to(columns["old_log_probs"].dtype), tokens)
     return ColumnOutputs(columns=found, metrics=correction_metrics(correction, mask, gather))
 
 
@@ -273,12 +284,15 @@ def correction_metrics(correction: Correction, mask: Tensor, gather: Gather) -> 
     return metrics
 
 
-def select_tokens(columns: Columns, gather: Gather, actor: ActorConfig, *, seed: int, step: int) -> ColumnOutputs:
+def select_tokens(
+    columns: Columns, gather: Gather, actor: ActorConfig, *, seed: int, step: int, action_dim: int = 1
+) -> ColumnOutputs:
     """Returns selected (rows, response) uint8, 1 on the tokens that the loss chose in each mini-batch.
 
     The choice is a function of the run's seed, the step and the samples alone: the loss sees the rows of a whole mini-batch in
     sampled order, and each token's random key belongs to its sample and position.  For that the columns old_log_probs,
-    advantages and loss_mask (where no correction made one, learn_mask) cross between the processes.
+    advantages and loss_mask (where no correction made one, learn_mask) cross between the processes.  At
+    actor.log_prob_level=action or chunk, actions of action_dim tokens or responses are chosen, with all of their tokens.
     """
     columns, name = with_old_log_probs(columns), actor.policy_loss.loss_mode
     select = POLICY_LOSSES.companion(name, "select")
@@ -288,6 +302,8 @@ def select_tokens(columns: Columns, gather: Gather, actor: ActorConfig, *, seed:
     own_mask = columns["loss_mask"] if "loss_mask" in columns else columns["learn_mask"]
     old_log_probs, advantages, mask = (gather(column) for column in (columns["old_log_probs"], columns["advantages"], own_mask))
     rows = gather.each({"sample": columns["sample_index"], "mini_batch": columns["mini_batch"]})
+    units, every = Units(level=actor.log_prob_level, action_dim=action_dim), mask
+    mask, old_log_probs, advantages = units.mask(every), units.sums(old_log_probs, every), units.firsts(advantages, every)
     selected = torch.zeros(mask.shape, dtype=torch.uint8)
     for mini_batch in torch.unique(rows["mini_batch"]):
         members = (rows["mini_batch"] == mini_batch).nonzero().squeeze(1)
@@ -298,7 +314,7 @@ def select_tokens(columns: Columns, gather: Gather, actor: ActorConfig, *, seed:
             keys=token_keys(seed, step, rows["sample"][members].numpy(), mask.shape[1]),
         )
         selected[members] = select(inputs, knobs).to(torch.uint8)
-    return ColumnOutputs(columns={"selected": gather.own(selected)[:, : own_mask.shape[1]]})
+    return ColumnOutputs(columns={"selected": gather.own(units.tokens(selected, every))[:, : own_mask.shape[1]]})
 
 
 def token_keys(seed: int, step: int, samples: np.ndarray, width: int) -> Tensor:

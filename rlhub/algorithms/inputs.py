@@ -30,6 +30,11 @@ class AdvantageInputs:
     sum_pi_squared: (batch, response) float, sum over the vocabulary of the policy's squared probabilities at each token;
         requires "sum_pi_squared".
     baseline_rewards: (batch,) float, the reward of the prompt's greedy response; requires "baseline_rewards".
+    episode: (batch,) int64, equal for the calls of one episode; requires "episodes", as do the next two.
+    call: (batch,) int64, the number of the call in its episode.
+    terminated: (batch,) bool, whether the episode ended by its own rules in this call, so that no value follows.
+    next_values: (batch,) float, the value of the state after the call, for calls behind which no other of their episode stands;
+        requires "next_values".
     reward_components: by name (batch,) float64, the scorer's own numbers of each sample; requires "reward_components".
     gather: brings numbers of the rows of all processes together, for statistics of the batch and of groups, whose samples may be
         in several processes.  Where all rows are here it changes nothing.
@@ -42,6 +47,10 @@ class AdvantageInputs:
     old_log_probs: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     baseline_rewards: Tensor | None = None
+    episode: Tensor | None = None
+    call: Tensor | None = None
+    terminated: Tensor | None = None
+    next_values: Tensor | None = None
     reward_components: Mapping[str, Tensor] | None = None
     gather: Gather = HERE
 

@@ -2,7 +2,8 @@
 
 `requires` of an advantage estimator: "values" (a critic must predict them), "groups" (several samples per prompt),
 "old_log_probs" and "sum_pi_squared" (a forward pass of its own before the update), "baseline_rewards" (a greedy response per
-prompt), "reward_components" (the scorer's own numbers by name), "components_only" (and nothing of the token-level rewards),
+prompt), "episodes" (rows are calls of a policy in episodes: columns episode, call and terminated), "next_values" (of the state
+after a call), "reward_components" (the scorer's own numbers by name), "components_only" (and nothing of the token-level rewards),
 "gather" (it is given some rows of the batch and takes statistics of the batch and of groups through `inputs.gather`; without the
 word it is given the whole batch, whose columns then cross between the ranks).  Its companion "per_sample" is the estimator on one
 number a row (inputs.SampleInputs), for those whose advantage is the same on all tokens of a sample; only these numbers cross.
@@ -45,6 +46,13 @@ for _name, _requires, _class in (
         knobs=f"{_module}:{_class}" if _class else None,
         companions={"per_sample": f"{_module}:per_sample"} if _name in _ONE_NUMBER_A_SAMPLE else None,
     )
+
+for _name, _file, _requires, _class in (
+    ("chunk_gae", "gae", {"values", "episodes", "next_values", "gather"}, "ChunkGAEKnobs"),
+    ("chunk_grpo", "grpo", {"groups", "episodes", "gather"}, "GRPOKnobs"),
+):
+    _module = f"{_HERE}.advantages.{_file}"
+    ADVANTAGE_ESTIMATORS.add_lazy(_name, f"{_module}:{_name}", requires=_requires, knobs=f"{_module}:{_class}")
 
 POLICY_LOSSES: Registry[Any] = Registry("policy loss")
 for _name, _class in (

@@ -108,6 +108,15 @@ def has_column(files: str | Sequence[str] | None, column: str) -> bool:
     return False
 
 
+def check_episode_folders(folders: str | Sequence[str] | None, split: str) -> list[str]:
+    """Returns the problems of the data sets that need no reading of frames.  split: names the setting in the messages."""
+    return [
+        f"data.{split}_files: {folder} has no meta/info.json; with model.vla name folders of LeRobot data sets"
+        for folder in file_list(folders)
+        if not (folder / "meta" / "info.json").is_file()
+    ]
+
+
 def _reader(path: Path) -> Callable[[Path], list[DataRow]]:
     """Returns the reader for the file's suffix, after checking that the file is there."""
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_jsonl}

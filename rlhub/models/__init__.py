@@ -9,5 +9,6 @@ experts           the weights of a mixture of experts under checkpoint names
 lora              low-rank adapters
 packed_attention  causal attention over packed rows
 throughput        the floating-point throughput of training
+vla/              vision-language-action policies
 megatron/         models of Megatron-core's parts
 """

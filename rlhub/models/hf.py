@@ -12,6 +12,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedConfig,
@@ -20,10 +21,12 @@ from transformers import (
 )
 
 from rlhub.config.sections.training import ModelConfig
+from rlhub.config.sections.vla import vla_of
 from rlhub.errors import ConfigError
 from rlhub.models.required_weights import check_files, load_checked
-from rlhub.models.shape import SCALAR_HEAD, ModelKind, reward_problem
+from rlhub.models.shape import POLICIES, SCALAR_HEAD, ModelKind, reward_problem
 from rlhub.models.tokenizer import load_tokenizer
+from rlhub.models.vla.policy import complete
 
 __all__ = [
     "SCALAR_HEAD",
@@ -32,6 +35,7 @@ __all__ = [
     "build_model",
     "check_weights",
     "load_config",
+    "policy_loader",
     "save_sidecars",
     "transformer_layers",
 ]
@@ -54,9 +58,10 @@ def load_config(model: ModelConfig) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise ConfigError(f"no model configuration could be loaded from {model.path!r}: {error}") from error
     known = config.to_dict()
-    for name, value in known.items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-            setattr(config, name, 0.0)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name, value in part.to_dict().items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                setattr(part, name, 0.0)
     for name, value in model.override_config.items():
         if name not in known:
             raise ConfigError(f"model.override_config.{name}: the configuration of {model.path!r} has no such entry")
@@ -82,12 +87,14 @@ def build_model(
                 built = loader.from_config(config, **options)
         else:
             built = load_checked(loader, str(model.path), config, kind, **options)
-    if kind == "policy":
+    if kind in POLICIES:
         _refuse_transformed_logits(built)
     elif not any(name == SCALAR_HEAD for name, _ in built.named_children()):
         raise ConfigError(
             f"{type(built).__name__} has no linear head named {SCALAR_HEAD!r}, so it is no {kind} model; use a decoder-only one"
         )
+    if kind == "vla" and (vla := vla_of(model)):
+        complete(built, vla, model.path)
     # Padding never reaches the model, but a policy may write the padding token: its row has a gradient like any other's.
     built.get_input_embeddings().padding_idx = None
     if model.enable_gradient_checkpointing:
@@ -109,10 +116,17 @@ def _config_and_loader(model: ModelConfig, kind: ModelKind) -> tuple[PreTrainedC
     config = load_config(model)
     if kind == "reward" and (problem := reward_problem(str(model.path), config.architectures or [], config.num_labels)):
         raise ConfigError(problem)
-    if kind == "policy":
-        return config, AutoModelForCausalLM
+    if kind in POLICIES:
+        return config, policy_loader(model)
+    if model.vla:
+        raise ConfigError(f"no {kind} model reads images; for a critic of a policy with model.vla set model.vla.value_head=True")
     config.num_labels = 1
     return config, AutoModelForSequenceClassification
+
+
+def policy_loader(model: ModelConfig) -> Any:
+    """Returns the transformers class that loads the policy of this section."""
+    return AutoModelForImageTextToText if model.vla else AutoModelForCausalLM
 
 
 def _refuse_transformed_logits(model: PreTrainedModel) -> None:
@@ -150,7 +164,7 @@ def save_sidecars(model: ModelConfig, folder: Path, kind: ModelKind = "policy", 
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **model.override_config)
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    if kind != "policy":
+    if kind not in POLICIES:
         _as_classifier(config, tokenizer)
     if dtype is not None:
         config.dtype = dtype

@@ -20,13 +20,19 @@ from torch import nn
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import SCALAR_HEAD, ModelKind
+from rlhub.models.shape import POLICIES
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 ADAPTER = "default"  # peft's own name for the only adapter
 PEFT_MODEL = "base_model.model."  # where peft.PeftModel keeps the model it wraps; its files name tensors from there
-TASKS: dict[ModelKind, str] = {"policy": "CAUSAL_LM", "value": "SEQ_CLS", "reward": "SEQ_CLS"}  # peft's TaskType
+TASKS: dict[ModelKind, str] = {
+    "policy": "CAUSAL_LM",
+    "value": "SEQ_CLS",
+    "reward": "SEQ_CLS",
+    "vla": "CAUSAL_LM",
+}  # peft's TaskType
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -139,7 +145,7 @@ def saved_names(model: nn.Module, kind: ModelKind) -> dict[str, str]:
     adapter_model.safetensors."""
     names = [name for layer in lora_names(model) for name in (layer.lora_a, layer.lora_b)]
     saved = {name: PEFT_MODEL + re.sub(rf"\.{ADAPTER}\.weight$", ".weight", name) for name in names}
-    return saved | ({f"{SCALAR_HEAD}.weight": f"{PEFT_MODEL}{SCALAR_HEAD}.weight"} if kind != "policy" else {})
+    return saved | ({f"{SCALAR_HEAD}.weight": f"{PEFT_MODEL}{SCALAR_HEAD}.weight"} if kind not in POLICIES else {})
 
 
 def saved_config(model: nn.Module, config: ModelConfig, kind: ModelKind) -> dict[str, Any]:
@@ -149,7 +155,7 @@ def saved_config(model: nn.Module, config: ModelConfig, kind: ModelKind) -> dict
         [name for name, _ in lora_layers(model)],
         task_type=TASKS[kind],
         base_model_name_or_path=config.path,
-        modules_to_save=[SCALAR_HEAD] if kind != "policy" else None,
+        modules_to_save=[SCALAR_HEAD] if kind not in POLICIES else None,
         inference_mode=True,
     )
     content: dict[str, Any] = lora.to_dict()  # type: ignore[no-untyped-call]

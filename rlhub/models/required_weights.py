@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhub.errors import ConfigError
 from rlhub.models.experts import DOWN, GATE_UP, unfused_tensors
-from rlhub.models.shape import CLASSIFIER, SCALAR_HEAD, ModelKind
+from rlhub.models.shape import CLASSIFIER, POLICIES, SCALAR_HEAD, ModelKind
 from rlhub.models.weight_files import StoredTensor, stored_tensors
 from rlhub.protocol.weights.fingerprint import nonfinite_names
 
@@ -89,7 +89,7 @@ def _faults(
     stored: Mapping[str, StoredTensor],
 ) -> list[str]:
     """Returns the faults as sentences."""
-    new_head = kind != "policy" and not any(name.endswith(CLASSIFIER) for name in config.architectures or ())
+    new_head = kind not in POLICIES and not any(name.endswith(CLASSIFIER) for name in config.architectures or ())
     lacking = sorted(name for name in missing if not (new_head and name.startswith(f"{SCALAR_HEAD}.")))
     unknown = sorted(name for name in unexpected if not name.startswith(HEADS))
     shapes = [f"{name} is {shape} as config.json says" for name, shape in sorted(mismatched.items())]

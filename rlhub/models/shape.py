@@ -14,8 +14,11 @@ from typing import Any, Literal
 
 from rlhub.errors import ConfigError
 
-ModelKind = Literal["policy", "value", "reward"]
-"""A policy gives a distribution over the next token, a value model one number per token, a reward model one number per row."""
+ModelKind = Literal["policy", "value", "reward", "vla"]
+"""A policy gives a distribution over the next token, a value model one number per token, a reward model one number per row; a
+vla is a policy that reads images and writes action tokens."""
+POLICIES: tuple[ModelKind, ...] = ("policy", "vla")
+"""The kinds with a language-model head."""
 SCALAR_HEAD = "score"
 """The linear layer of transformers' sequence classifiers: hidden size -> 1, without bias."""
 

@@ -20,6 +20,7 @@ SAMPLED = f"{TOKENS} prompts? responses response_mask finish_reason {ROWS} {FIEL
 TEXT = f"{TOKENS} responses response_mask {ROWS} {FIELDS}"
 SCORES = "scores valid token_level_scores? baseline_rewards? group_metric? reward/*?"
 MODEL = f"{TOKENS} response_mask"
+DEMONSTRATIONS = f"{MODEL} frame?"
 PAIRS = f"{MODEL} margin?"
 PLACES = "row_order mini_batch critic_mini_batch?"
 DEALT = f"{MODEL} row_order"
@@ -81,8 +82,8 @@ def dapo(config: Any, needs: Needs) -> Pipeline:
 def sft(config: Any, needs: Needs | None = None) -> Pipeline:
     """Supervised fine-tuning: one optimizer step over the next batch of demonstrations."""
     step = Pipeline("sft", roles={"model": "rlhub.workers.roles:SFTWorker"})
-    step.add("next_batch", reads="step", writes=f"{MODEL} prompts responses ordinal")
-    step.add("train_step", on="model", reads=MODEL, trains="model")
+    step.add("next_batch", reads="step", writes=f"{DEMONSTRATIONS} prompts responses ordinal")
+    step.add("train_step", on="model", reads=DEMONSTRATIONS, trains="model")
     return step
 
 

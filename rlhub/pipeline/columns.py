@@ -110,6 +110,7 @@ rm_scores           float32(rows)            compute_rm_score     the reward mod
 row_order           int64(rows)              balance              the order of the rows from then on; who reads it waits for it
 mini_batch          int64(rows)              balance              the optimizer step of the policy that the row belongs to, from 0
 critic_mini_batch   int64(rows)              balance              the same for the critic
+frame               int64(rows)              next_batch           the number of a recorded frame, whose pictures the workers read
 margin              float64(rows)            next_batch           by how much the chosen response of a pair is better
 # of a token
 prompts             int32(rows prompt)       sample               the prompt's tokens

@@ -17,10 +17,12 @@ from rlhub.checkpoint.files import FileEntry
 from rlhub.config.rules.engines import ONLY_ROLE
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
+from rlhub.config.sections.vla import vla_of
+from rlhub.data.episodes import EpisodeDataset
 from rlhub.data.order import IndexedData, ResumableLoader
 from rlhub.data.supervised import PreferenceDataset, SFTDataset
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
-from rlhub.pipeline.builtin import PAIRS
+from rlhub.pipeline.builtin import DEMONSTRATIONS, PAIRS
 from rlhub.pipeline.executor import Executor, RoleCalls, names_of
 from rlhub.pipeline.graph import TaskGraph
 from rlhub.pipeline.load import SUPERVISED_ROLES, build_pipeline, command_of
@@ -133,12 +135,13 @@ def build_data(config: SupervisedConfig) -> SupervisedData:
 def _dataset(config: SupervisedConfig) -> Callable[..., IndexedData]:
     """Returns the class of the data set; it is called with (files, tokenizer, *, vocab_size)."""
     if isinstance(config, SFTConfig):
-        return partial(SFTDataset, config.data)
+        vla = vla_of(config.model)
+        return partial(SFTDataset, config.data) if vla is None else partial(EpisodeDataset, vla=vla)
     return partial(PreferenceDataset, config.data, margin_key=config.margin_key if isinstance(config, RMConfig) else None)
 
 
 def _model_inputs(batch: DataProto) -> DataProto:
-    columns = PAIRS.replace("?", "").split()
+    columns = f"{DEMONSTRATIONS} {PAIRS}".replace("?", "").split()
     return batch.select(batch_keys=[name for name in columns if name in names_of(batch)])
 
 

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 from rlhub.algorithms.estimation import ColumnOutputs, compute_advantages, rollout_correction, select_tokens
+from rlhub.algorithms.levels import Units
 from rlhub.algorithms.statistics import Gather
 from rlhub.config.sections.algorithm import AlgorithmConfig
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.vla import vla_of
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.collectives import check_finite, ensure_process_group
 from rlhub.engines.training.registry import build_policy_engine, build_reference_engine
@@ -50,6 +52,8 @@ class ActorPart(EngineWorker):
         self.train, self.needs_reference = train, needs_reference
         self.device = runtime.torch_device(self.local_rank)
         self.hf_model = config.model
+        vla = vla_of(config.model)
+        self.units = Units(level=config.actor.log_prob_level, action_dim=vla.action_dim if vla else 1)
         self._writer: tuple[str, WeightWriter] | None = None  # and its folder
 
     def _init_actor(self) -> None:
@@ -66,6 +70,7 @@ class ActorPart(EngineWorker):
                 self.config.actor,
                 scale=self.config.actor.loss_scale_factor or self.runtime.max_response_length,
                 correction=self.algorithm.rollout_correction,
+                action_dim=self.units.action_dim,
             )
         self.engine.offload()  # what generates in this process is built next, and takes a share of the memory
 
@@ -80,11 +85,11 @@ class ActorPart(EngineWorker):
 
     @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Returns old_log_probs (rows, response) of the current policy, and sum_pi_squared where meta_info asks for it;
-        meta_info["metrics"] are the throughput's."""
+        """Returns old_log_probs (rows, response) of the current policy, and sum_pi_squared and values where meta_info asks for
+        them; meta_info["metrics"] are the throughput's."""
         release_idle_memory()
         started = time.perf_counter()
-        extra = ("sum_pi_squared",) if batch.meta_info.get("sum_pi_squared") else ()
+        extra = tuple(name for name in ("sum_pi_squared", "values") if batch.meta_info.get(name))
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs", *extra))
         columns = {"old_log_probs": outputs["log_probs"]} | {name: outputs[name] for name in extra}
         seconds = time.perf_counter() - started
@@ -121,16 +126,17 @@ class ActorPart(EngineWorker):
     def rollout_correction(self, batch: DataProto) -> DataProto:
         """Returns loss_mask and, where tokens are weighted, importance_weights (rows, response) (collective)."""
         columns, config = dict(batch.batch.items()), self.algorithm.rollout_correction
-        return self._new_columns(rollout_correction(columns, self._gather(batch), config))
+        return self._new_columns(rollout_correction(columns, self._gather(batch), config, self.units))
 
     @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
     def select_tokens(self, batch: DataProto) -> DataProto:
         """Returns selected (rows, response), the tokens that the policy loss chose in training step meta_info["step"]
         (collective)."""
-        columns, step = dict(batch.batch.items()), batch.meta_info["step"]
-        return self._new_columns(
-            select_tokens(columns, self._gather(batch), self.config.actor, seed=self.runtime.seed, step=step)
+        columns, step, width = dict(batch.batch.items()), batch.meta_info["step"], self.units.action_dim
+        chosen = select_tokens(
+            columns, self._gather(batch), self.config.actor, seed=self.runtime.seed, step=step, action_dim=width
         )
+        return self._new_columns(chosen)
 
     def _gather(self, batch: DataProto) -> Gather:
         """Returns the gather over the data-parallel ranks, which all have rows of the same batch (collective)."""

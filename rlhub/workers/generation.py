@@ -56,11 +56,12 @@ def rollout_setup(
 
 
 def generation_requests(
-    prompts: Tensor, attention_mask: Tensor, ordinals: Tensor, *, num_samples: int, run_seed: int
+    prompts: Tensor, attention_mask: Tensor, ordinals: Tensor, *, num_samples: int, run_seed: int, images: Tensor | None = None
 ) -> list[GenerationRequest]:
     """Returns num_samples requests per prompt, samples of a prompt side by side.
 
-    prompts and attention_mask: (rows, prompt), left padded; ordinals: (rows,) the prompts' running numbers in the run.
+    prompts and attention_mask: (rows, prompt), left padded; ordinals: (rows,) the prompts' running numbers in the run; images:
+    (rows, images, colours, height, width) uint8 of a policy that reads them.
     """
     lengths = attention_mask.sum(1).tolist()
     requests: list[GenerationRequest] = []
@@ -69,7 +70,8 @@ def generation_requests(
             raise EngineError(f"prompt in row {row} (ordinal {ordinal}) is empty: there is nothing to condition generation on")
         own = ids[len(ids) - length :]
         seeds = sample_seeds(run_seed, ordinal, num_samples)
-        requests += [GenerationRequest(prompt_ids=own, seed=seed) for seed in seeds]
+        pixels = None if images is None else images[row]
+        requests += [GenerationRequest(prompt_ids=own, seed=seed, images=pixels) for seed in seeds]
     return requests
 
 

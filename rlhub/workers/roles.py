@@ -14,6 +14,7 @@ what it returns.
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from rlhub.config.sections.ppo import ActorRolloutRefConfig, CriticConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.reward import JudgeConfig, RewardModelConfig
 from rlhub.config.sections.sft import SFTConfig
+from rlhub.data.episodes import FRAME, EpisodeReader
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.training.base import TrainEngine
@@ -55,6 +57,7 @@ from rlhub.models.hf import ModelKind
 from rlhub.models.shape import local_shape
 from rlhub.models.throughput import ThroughputMeter
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
+from rlhub.models.vla.policy import PIXEL_VALUES
 from rlhub.protocol import DataProto
 from rlhub.rewards.combine import Judge, Judgements
 from rlhub.rewards.pool import RewardFunction
@@ -377,6 +380,7 @@ class SFTWorker(EngineWorker):
         self.config, self.runtime = config, runtime
         self.device = runtime.torch_device(self.local_rank)
         self.hf_model = config.model
+        self._episodes: dict[str, EpisodeReader] = {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
@@ -386,10 +390,21 @@ class SFTWorker(EngineWorker):
         self.engine.initialize()
         self._register_dispatch_collect_info("model", self.engine.dp_rank, self.engine.is_collect)
 
+    def _rows(self, batch: DataProto, files: str | list[str] | None) -> dict[str, Tensor]:
+        """Returns the columns of a batch, with the pictures of its frames out of the files that it was read from."""
+        rows = dict(batch.batch.items())
+        if FRAME in rows:
+            assert files is not None, "a batch comes from files"
+            key = json.dumps(files)
+            if key not in self._episodes:
+                self._episodes[key] = EpisodeReader(files)
+            rows[PIXEL_VALUES] = self._episodes[key].images(rows.pop(FRAME).tolist())
+        return rows
+
     @register(dispatch_mode=MODEL, deadline="update")
     def train_step(self, batch: DataProto) -> DataProto:
         """Takes one optimizer step over the batch; meta_info["metrics"] are global."""
-        rows = dict(batch.batch.items())
+        rows = self._rows(batch, self.config.data.train_files)
         steps = take_steps(self.engine, rows, sft_loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=("log_probs",))
         check_finite(self.engine, "after the update")
         if not steps:
@@ -408,7 +423,8 @@ class SFTWorker(EngineWorker):
     def evaluate(self, batch: DataProto) -> DataProto:
         """Returns meta_info["metrics"]: the summed negative log-likelihood and the `count` of tokens, over all ranks."""
         mask = batch.batch["response_mask"]
-        log_probs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))["log_probs"]
+        rows = self._rows(batch, self.config.data.val_files)
+        log_probs = self.engine.infer(rows, outputs=("log_probs",))["log_probs"]
         local = torch.stack([-masked_sum(log_probs.double(), mask), mask.sum().double()])
         loss, tokens = self.engine.reduce(local).tolist()
         return DataProto(meta_info={"metrics": {"loss": loss, "count": tokens}})

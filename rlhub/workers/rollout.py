@@ -18,6 +18,7 @@ from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
+from rlhub.models.vla.policy import PIXEL_VALUES
 from rlhub.protocol import DataProto
 from rlhub.rewards.pool import RewardFunction
 from rlhub.rewards.rows import BackgroundScorer, Decoder, PackedOutcomes
@@ -84,7 +85,8 @@ class RolloutPart(Worker):
 
     @register(dispatch_mode=ROLLOUT, deadline="generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Generates meta_info["n"] samples per prompt, neighbours in prompt order, as training columns."""
+        """Generates meta_info["n"] samples per prompt, neighbours in prompt order, as training columns, with the images of a
+        policy that reads them (pixel_values)."""
         self._wake_rollout()
         meta, columns = prompts.meta_info, prompts.batch
         requests = generation_requests(
@@ -93,6 +95,7 @@ class RolloutPart(Worker):
             columns["ordinal"],
             num_samples=meta["n"],
             run_seed=self.runtime.seed,
+            images=columns.get(PIXEL_VALUES),
         )
         completions = self.rollout.generate(requests, self._sampling(meta))
         spoil_log_probs(completions, self.rank)
@@ -101,6 +104,8 @@ class RolloutPart(Worker):
             completions, pad_id=self.vocabulary.pad_id, with_log_probs=meta["log_probs"], widest=self._widest
         )
         rows = training_columns(columns["prompts"], columns["attention_mask"], padded, meta["n"])
+        if PIXEL_VALUES in columns.keys():
+            rows[PIXEL_VALUES] = columns[PIXEL_VALUES].repeat_interleave(meta["n"], 0)
         return DataProto.from_dict(tensors=rows)
 
     @register(dispatch_mode=OUTCOMES, deadline="generate")

@@ -104,9 +104,9 @@ class Figures:
 
 
 def subjects(only: list[str]) -> Iterator[Subject]:
-    """Everything registered, or what is named."""
+    """Everything registered, or what is named; not the estimators over episodes, which the task does not have."""
     default_loss = PolicyLossConfig().loss_mode
-    for name in ADVANTAGE_ESTIMATORS.names():
+    for name in (name for name in ADVANTAGE_ESTIMATORS.names() if "episodes" not in ADVANTAGE_ESTIMATORS.row(name).requires):
         if not only or name in only or f"estimator-{name}" in only:
             yield Subject(kind="estimator", estimator=name, loss=default_loss)
     for name in POLICY_LOSSES.names():

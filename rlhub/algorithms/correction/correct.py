@@ -24,14 +24,24 @@ take the moment over all tokens; then tokens on their way back, which no clip to
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.correction.weights import RATIOS, bounded, mean_weight, normalized, outside
+from rlhub.algorithms.correction.weights import (
+    RATIOS,
+    bounded,
+    log_ratios,
+    mean_weight,
+    normalized,
+    outside,
+    proximal_log_probs,
+)
 from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
 from rlhub.algorithms.mismatch import added
 from rlhub.algorithms.statistics import HERE, Gather, row_sums
@@ -179,3 +189,69 @@ def candidates(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 def second_moment(log_ratio: Tensor, chosen: Tensor) -> Tensor:
     """Returns the mean of l^2 over the chosen tokens, 0 without any; scalar."""
     return masked(log_ratio, chosen).square().sum() / chosen.sum().clamp(min=1)
+
+
+class UpdateCorrection:
+    """Computes old log-probs and token weights of a micro-batch, in the configured mode.
+
+    Where the old log-probs have no forward pass of their own, the correction is computed in the policy's update.  It reads the
+    log-ratio l in one of two modes, with the rollout engine's policy mu and the current policy pi:
+
+        bypass   pi_old := mu; l = sg(log pi) - log mu, because log pi_old - log mu is 0: every correction would silently vanish
+        A-3PO    pi_old is interpolated between mu and pi; l = log pi_old - log mu
+
+    In bypass mode a loss that contains the ratio pi / pi_old has pi / mu in it already.  A weight on top would count it twice, so
+    only rejection is applied.  A loss without a ratio of its own (its registry row requires "weights") gets the weight.  A
+    rejected token has weight 0 and stays in the loss's denominators, unlike before the update, where rejected tokens leave the
+    mask and with it the denominators.
+
+    loss_requires: the `requires` of the policy loss's registry row.
+    """
+
+    def __init__(self, config: RolloutCorrectionConfig, loss_requires: AbstractSet[str]) -> None:
+        self.config = config
+        self.own_ratio = "weights" not in loss_requires
+        self.applied = dataclasses.replace(config, rollout_is=None) if config.bypass_mode and self.own_ratio else config
+
+    def anchor(self, log_probs: Tensor, micro: Mapping[str, Tensor]) -> AnchoredLogProbs:
+        """Returns the anchor of a micro-batch.
+
+        Columns read: old_log_probs and importance_weights if present; in bypass mode old_log_probs, which is mu, or without it
+        rollout_log_probs; with A-3PO the latter and, if present, staleness.  log_probs: those of the current policy, (rows,
+        response).
+        """
+        current, mask = log_probs.detach(), micro["response_mask"]
+        if not self.config.in_update:
+            first_step = "old_log_probs" not in micro
+            old = current if first_step else micro["old_log_probs"]
+            return AnchoredLogProbs(old_log_probs=old, weights=micro.get("importance_weights"), sums={})
+        mu = self.behaviour(micro)
+        assert mu is not None
+        if self.config.bypass_mode:
+            old, measured = mu, current
+        else:
+            staleness = micro["staleness"] if "staleness" in micro else torch.zeros_like(mask[:, 0])
+            old = measured = proximal_log_probs(current, mu, staleness, mask)
+        correction = correct(self.applied, log_ratios(measured, mu, mask), mask)
+        weights = token_factors(correction).to(current.dtype) if self.applied.active else None
+        return AnchoredLogProbs(old_log_probs=old, weights=weights, sums=correction.sums)
+
+    def behaviour(self, rows: Mapping[str, Tensor]) -> Tensor | None:
+        """Returns log mu, (rows, response), if the mismatch is measured in the update; None if the driver measures it."""
+        if self.config.bypass_mode:
+            return rows["old_log_probs"] if "old_log_probs" in rows else rows["rollout_log_probs"]
+        measured_before = "old_log_probs" in rows and not self.config.in_update
+        return rows["rollout_log_probs"] if "rollout_log_probs" in rows and not measured_before else None
+
+
+@dataclass(slots=True, kw_only=True)
+class AnchoredLogProbs:
+    """The anchor of a policy loss: the log-probs that it compares with, and token weights, both (rows, response) without
+    gradient.
+
+    weights: None if no token is weighted.
+    """
+
+    old_log_probs: Tensor
+    weights: Tensor | None
+    sums: dict[str, Tensor]

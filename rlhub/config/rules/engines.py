@@ -13,6 +13,7 @@ from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Section
+from rlhub.config.sections.vla import problems_of
 
 ONLY_ROLE = "model"
 """The role of a trainer with one model, which cannot be placed."""
@@ -119,5 +120,8 @@ def problems(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
         role_model = engine.role_model
         adapters = check_adapters(engine.section, role_model.model, role_model.model_key, role_model.strategy_key)
         by_fault.setdefault((str(role_model.strategy), f"{role_model.model.lora_rank} adapters"), adapters)
+        by_fault.setdefault(
+            (str(role_model.strategy), f"{role_model.model.vla}"), problems_of(role_model.model, role_model.strategy)
+        )
     found = [problem for faults in by_fault.values() for problem in faults]
     return found + [problem for sections in pools.values() for problem in check_shared_processes(sections)]

@@ -53,6 +53,9 @@ class ActorConfig:
         "token-mean"
     )
     """Aggregation of token losses to one number; its denominators are counts over the whole optimizer step."""
+    log_prob_level: Literal["token", "action", "chunk"] = "token"
+    """Unit whose probability ratio the loss takes: a token; an action of model.vla.action_dim tokens; or chunk, the whole
+    response. A unit's log-probability is the sum of its tokens', and denominators and metrics count units."""
     loss_scale_factor: PositiveFloat | None = None
     """Divisor of seq-mean-token-sum-norm; null: data.max_response_length."""
     entropy_coeff: float = 0.0
@@ -66,6 +69,10 @@ class ActorConfig:
     kl_loss_type: str = "low_var_kl"
     """KL estimator of the loss: low_var_kl (k3), mse (k2), abs, kl (k1, without a gradient in expectation); the suffix + gives
     each k2's gradient."""
+    value_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the value loss of a policy with model.vla.value_head; 0: its head is not trained."""
+    cliprange_value: PositiveOrInf = 0.5
+    """Change of a prediction from the one before the update, beyond which that value loss has no gradient; inf: no clip."""
     mask_truncated: bool = False
     """Leave samples that hit max_response_length out of the loss."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)

@@ -29,6 +29,14 @@ class ModelConfig:
     """Run Python code that comes with the model. Set it only for models whose code you have read."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Entries of the model's config.json to replace, for example {attention_dropout: 0.0}."""
+    vla: dict[str, Any] = field(default_factory=dict)
+    """Actions of a vision-language model that is a policy, by the names of VLAConfig (rlhub/config/sections/vla.py), for example
+    {chunk: 2, action_dim: 7, bins: 256, first_bin_id: 31744, place_ids: [0]}; empty: a language model."""
+
+    @property
+    def policy_kind(self) -> Literal["policy", "vla"]:
+        """Returns the kind of model that a policy with this section is."""
+        return "vla" if self.vla else "policy"
 
 
 Strategy = Literal["fsdp", "fsdp2", "megatron"]

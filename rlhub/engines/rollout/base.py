@@ -59,6 +59,7 @@ class GenerationRequest:
     start: the number of tokens at the end of `prompt_ids` that belong to the completion, from an earlier attempt.  The completion
         continues there: it uses the noise of token `start` on (vllm: other noise, but never that of tokens 0 to start - 1), may
         have `max_new_tokens - start` more tokens, and returns only those.
+    images: (images, colours, height, width) uint8, for a vision-language-action policy; None for a language model.
     """
 
     prompt_ids: Sequence[int]
@@ -66,6 +67,7 @@ class GenerationRequest:
     request_id: str = ""
     session: str = ""
     start: int = 0
+    images: Tensor | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,17 +278,28 @@ def abbreviate(names: list[str]) -> str:
 
 
 def check_requests(
-    requests: Sequence[GenerationRequest], params: SamplingParams, *, max_model_len: int, vocab_size: int | None = None
+    requests: Sequence[GenerationRequest],
+    params: SamplingParams,
+    *,
+    max_model_len: int,
+    vocab_size: int | None = None,
+    reads_images: bool = False,
 ) -> None:
     """Raises RequestError for an empty prompt, one that leaves no space for a token, ids outside the vocabulary, a seed that
     is no integer of 64 bits, or impossible sampling parameters.
 
     vocab_size: the number of rows of the model's embedding; None if a server of another job checks the ids.
+    reads_images: True for a vision-language-action policy; every other engine refuses images.
     """
     _check_sampling(params)
     check_ids(params.stop_token_ids, "stop_token_ids", "a stop token", vocab_size)
     for index, request in enumerate(requests):
         _check_length(index, request, params, max_model_len)
+        if request.images is not None and not reads_images:
+            raise RequestError(
+                f"request {index} has images, which this engine's model does not read; only rollout.name=hf with model.vla does",
+                param="images",
+            )
         check_ids(request.prompt_ids, "prompt", f"the prompt of request {index}", vocab_size)
         if not -SEEDS <= request.seed < SEEDS:
             raise RequestError(f"request {index} has seed {request.seed}; it must be an integer of 64 bits", param="seed")

@@ -408,8 +408,19 @@ class SteppedEngine(RolloutEngine):
                 f"the engine has no whole set of weights: initialize, wake_up and update_weights come before {action}"
             )
 
+    @property
+    def _reads_images(self) -> bool:
+        """Returns whether requests have images."""
+        return False
+
     def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
-        check_requests(requests, params, max_model_len=self._setup.max_model_len, vocab_size=self.vocab_size)
+        check_requests(
+            requests,
+            params,
+            max_model_len=self._setup.max_model_len,
+            vocab_size=self.vocab_size,
+            reads_images=self._reads_images,
+        )
 
     def _generating(self) -> AbstractContextManager[None]:
         """Returns a context that excludes single requests from a whole batch."""

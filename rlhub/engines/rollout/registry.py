@@ -172,11 +172,16 @@ def service_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
 
 
 def expert_problems(values: Mapping[str, Any], *, where: str) -> list[str]:
-    """Returns a sentence if vLLM would generate with a mixture of experts.
+    """Returns a sentence if vLLM would generate with a mixture of experts, or with a model that reads images.
 
     vLLM fuses the experts of a layer into tensors of its own layout, which the check of the weights after each sync cannot
     read back; on CPU it repacks them, so they could not even be written.
     """
+    if values.get("vision_config"):
+        return [
+            f"{where}: the model reads images; vLLM samples no action tokens at their places in one pass, and the vision weights "
+            f"that it fuses could not be checked after a sync; set {where.partition('=')[0]}=hf"
+        ]
     count = next((int(values[name]) for name in NUM_EXPERTS if values.get(name)), 1)
     if count == 1:
         return []

@@ -141,7 +141,7 @@ def trim(rows: Rows) -> dict[str, Tensor]:
     left, right = min(first, max(prompt - 1, 0)), max(last, prompt) + 1
 
     def cut(column: Tensor) -> Tensor:
-        if column.dim() < 2 or column.shape[1] not in (longest, width):
+        if column.dim() not in (2, 3) or column.shape[1] not in (longest, width):
             return column
         return column[:, left:right] if column.shape[1] == longest else column[:, : right - prompt]
 

@@ -15,15 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhub.config.sections.vla import VLAConfig
 from rlhub.engines.training.base import Rows
 from rlhub.errors import EngineError
 from rlhub.models.packed_attention import AttentionPlan, plan_attention
 from rlhub.models.shape import ModelKind
+from rlhub.models.vla.policy import PIXEL_VALUES, PlacedTokens, place_tokens
 
 OUTPUTS: dict[ModelKind, frozenset[str]] = {
     "policy": frozenset({"log_probs", "entropy", "sum_pi_squared"}),
     "value": frozenset({"values"}),
     "reward": frozenset({"scores"}),
+    "vla": frozenset({"log_probs", "entropy", "sum_pi_squared", "values"}),
 }
 """The outputs that an engine of each kind computes."""
 
@@ -37,6 +40,7 @@ class ModelInputs:
     targets: (S,) ids of the tokens after the sources; empty with one number per row.
     slots: (S,) indices of the numbers into the flattened `shape`.
     plan: the places of the rows in a packed batch, for attention; None when padded.
+    placed, images: of a vision-language-action policy, which reads these and no packed tokens.
     """
 
     input_ids: Tensor
@@ -47,6 +51,8 @@ class ModelInputs:
     shape: tuple[int, ...]
     attention_mask: Tensor | None
     plan: AttentionPlan | None
+    placed: PlacedTokens | None = None
+    images: Tensor | None = None
 
     def spread(self, values: Tensor) -> Tensor:
         """Returns the (S,) values in `shape`, with zeros elsewhere."""
@@ -85,6 +91,37 @@ def model_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs
         shape=(response_mask.shape[0], width),
     )
     return _finished(inputs, needed.sum(1), pack=pack, device=device)
+
+
+def action_inputs(rows: Rows, vla: VLAConfig, *, device: torch.device) -> ModelInputs:
+    """Plans one micro-batch of calls of a vision-language-action policy, for numbers per action token.
+
+    Rows are (rows, prompt + response) tokens as ever, with pixel_values (rows, images, colours, height, width) uint8.  Raises
+    EngineError where response_mask marks a token that is no bin.
+    """
+    mask = rows["response_mask"].bool()
+    width, slots = mask.shape[1], mask.flatten().nonzero().squeeze(1)
+    placed = place_tokens(rows["input_ids"], rows["attention_mask"], width, vla)
+    responses = rows["input_ids"][:, rows["input_ids"].shape[1] - width :]
+    targets = responses.flatten()[slots] - vla.first_bin_id
+    if bool(((targets < 0) | (targets >= vla.bins)).any()):
+        raise EngineError(
+            f"a response has a token that is no action: these are {vla.first_bin_id} to {vla.first_bin_id + vla.bins - 1} "
+            "(model.vla.first_bin_id and bins)"
+        )
+    inputs = ModelInputs(
+        input_ids=placed.input_ids,
+        position_ids=placed.position_ids,
+        sources=placed.sources.flatten()[slots],
+        targets=targets,
+        slots=slots,
+        shape=tuple(mask.shape),
+        attention_mask=None,
+        plan=None,
+        placed=placed.to(device),
+        images=rows[PIXEL_VALUES].to(device, non_blocking=True),
+    )
+    return _to(inputs, device)
 
 
 def row_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs:
@@ -171,4 +208,5 @@ def check_outputs(kind: ModelKind, outputs: Iterable[str]) -> frozenset[str]:
 def columns_read(kind: ModelKind) -> tuple[str, ...]:
     """Returns the columns that a forward pass reads."""
     ids = ("input_ids", "attention_mask")
-    return ids if kind == "reward" else (*ids, "response_mask")
+    more: dict[ModelKind, tuple[str, ...]] = {"reward": (), "vla": ("response_mask", PIXEL_VALUES)}
+    return (*ids, *more.get(kind, ("response_mask",)))

@@ -58,7 +58,7 @@ def build_policy_engine(config: ActorRolloutRefConfig, *, device: torch.device, 
         config.model,
         actor.section,
         actor.optim if train else None,
-        kind="policy",
+        kind=config.model.policy_kind,
         device=device,
         temperature=rollout.temperature,
         micro_batch=_micro_batch(actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
@@ -80,7 +80,7 @@ def build_reference_engine(config: ActorRolloutRefConfig, *, device: torch.devic
         config.model,
         ref.section(actor),
         None,
-        kind="policy",
+        kind=config.model.policy_kind,
         device=device,
         temperature=config.rollout.temperature,
         micro_batch=_micro_batch(
@@ -123,7 +123,7 @@ def build_reward_engine(config: RewardModelConfig, *, device: torch.device, seed
 
 def build_sft_engine(config: SFTConfig, *, device: torch.device, seed: int) -> TrainEngine:
     """Builds the engine of supervised fine-tuning, not yet initialized."""
-    return _supervised_engine(config, "policy", device=device, seed=seed)
+    return _supervised_engine(config, config.model.policy_kind, device=device, seed=seed)
 
 
 def build_dpo_engine(config: DPOConfig, *, device: torch.device, seed: int) -> TrainEngine:

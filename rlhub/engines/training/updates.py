@@ -1,23 +1,11 @@
 """The updates of a batch: the losses on an engine's outputs, the optimizer steps, and their metrics.
 
     PolicyUpdater, ValueUpdater     PPO's updates from a rollout batch, with one optimizer step per mini-batch
-    UpdateCorrection                the rollout correction that is computed inside the policy's update
     sft_loss                        the loss of supervised fine-tuning
     take_pair_step, evaluate_pairs  one step on preference pairs, and their evaluation, with DPOLoss or RewardLoss
 
 Steps do not depend on the number of ranks or on micro-batches.  The driver assigns rows to mini-batches (column `mini_batch`),
 and all denominators are counted over all ranks before the first forward pass.
-
-Rollout correction.  Where the old log-probs have no forward pass of their own, the correction is computed here.  It reads the
-log-ratio l in one of two modes, with the rollout engine's policy mu and the current policy pi:
-
-    bypass   pi_old := mu; l = sg(log pi) - log mu, because log pi_old - log mu is 0 and every correction would silently vanish
-    A-3PO    pi_old is interpolated between mu and pi; l = log pi_old - log mu
-
-In bypass mode a loss that contains the ratio pi / pi_old has pi / mu in it already.  A weight on top would count it twice, so
-only rejection is applied.  A loss without a ratio of its own (its registry row requires "weights") gets the weight.  A
-rejected token has weight 0 and stays in the loss's denominators, unlike on the driver, where rejected tokens leave the mask
-and with it the denominators.
 
 Preference pairs.  A pair is two neighbouring rows: 2i is the chosen answer, 2i + 1 the rejected one.  Engines cut
 micro-batches in whole pairs, and a loss is divided by the number of pairs over all ranks.
@@ -25,10 +13,8 @@ micro-batches in whole pairs, and a loss is divided by the number of pairs over 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -36,9 +22,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.correction.correct import correct, token_factors
-from rlhub.algorithms.correction.weights import log_ratios, proximal_log_probs
+from rlhub.algorithms.correction.correct import UpdateCorrection
 from rlhub.algorithms.inputs import PolicyLossInputs
+from rlhub.algorithms.levels import TOKENS, Units
 from rlhub.algorithms.masked import Denominators, aggregate, masked, masked_sum
 from rlhub.algorithms.mismatch import (
     extreme_metrics,
@@ -65,18 +51,26 @@ StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
 
 
 class PolicyUpdater:
-    """Steps a policy loss, with optional entropy bonus and KL loss, over the mini-batches of a batch.
+    """Steps a policy loss, with optional entropy bonus, KL loss and value loss, over the mini-batches of a batch.
 
     Every rank calls `update` together.  Columns read: input_ids, attention_mask, loss_mask (without it learn_mask, and without
     both response_mask, so that every token of the model trains), advantages, and if present old_log_probs, ref_log_prob,
-    rollout_log_probs, importance_weights, selected, policy_version, mini_batch.  Without old_log_probs, the policy being stepped
+    rollout_log_probs, importance_weights, selected, policy_version, mini_batch; with a value loss values and returns.
+    Denominators count units of config.log_prob_level.  Without old_log_probs, the policy being stepped
     is the policy at the start of the update (see `Requirements`).
     """
 
     def __init__(
-        self, engine: TrainEngine, config: ActorConfig, *, scale: float, correction: RolloutCorrectionConfig | None = None
+        self,
+        engine: TrainEngine,
+        config: ActorConfig,
+        *,
+        scale: float,
+        correction: RolloutCorrectionConfig | None = None,
+        action_dim: int = 1,
     ) -> None:
         self.engine, self.config, self.scale = engine, config, scale
+        self.units = Units(level=config.log_prob_level, action_dim=action_dim)
         loss_requires = POLICY_LOSSES.row(config.policy_loss.loss_mode).requires
         self.correction = UpdateCorrection(correction or RolloutCorrectionConfig(), loss_requires)
         self.loss = POLICY_LOSSES.get(config.policy_loss.loss_mode)
@@ -102,7 +96,8 @@ class PolicyUpdater:
             num_mini_batches=num_mini_batches,
             epochs=self.config.ppo_epochs,
             scale=self.scale,
-            outputs=("log_probs", "entropy"),
+            outputs=("log_probs", "entropy", *(("values",) if self.config.value_loss_coef else ())),
+            units=self.units,
         )
         metrics = policy_metrics(steps)
         if self.correction.behaviour(rows) is not None:
@@ -110,6 +105,7 @@ class PolicyUpdater:
         return metrics
 
     def _loss(self, extremes: Extremes, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
+        outputs, micro = self._of_units(outputs, micro)
         assert outputs.log_probs is not None and outputs.entropy is not None
         mask, mode = micro["response_mask"], self.config.loss_agg_mode
         anchor = self.correction.anchor(outputs.log_probs, micro)
@@ -135,6 +131,13 @@ class PolicyUpdater:
             kl = self.kl(masked(outputs.log_probs, mask), masked(micro["ref_log_prob"], mask))
             loss = loss + self.config.kl_loss_coef * aggregate(kl, mask, mode, denominators)
             sums["kl_loss"] = masked_sum(kl.detach(), mask)
+        if outputs.values is not None:
+            value = value_loss(outputs.values, micro["values"], micro["returns"], mask, self.config.cliprange_value)
+            loss = loss + self.config.value_loss_coef * aggregate(value.loss, mask, mode, denominators)
+            sums |= {
+                "vf_loss": masked_sum(value.loss.detach(), mask),
+                **{name: value.sums[name] for name in ("vf_clipfrac", "vpred")},
+            }
         behaviour = self.correction.behaviour(micro)
         if behaviour is not None:
             sums |= mismatch_sums(outputs.log_probs, behaviour, mask)
@@ -143,60 +146,12 @@ class PolicyUpdater:
             extremes.add(denominators, weight_extremes(outputs.log_probs, behaviour, mask))
         return LossOutput(loss=loss, sums=sums)
 
-
-class UpdateCorrection:
-    """Computes old log-probs and token weights of a micro-batch, in the configured mode.
-
-    loss_requires: the `requires` of the policy loss's registry row.
-    """
-
-    def __init__(self, config: RolloutCorrectionConfig, loss_requires: AbstractSet[str]) -> None:
-        self.config = config
-        self.own_ratio = "weights" not in loss_requires
-        self.applied = dataclasses.replace(config, rollout_is=None) if config.bypass_mode and self.own_ratio else config
-
-    def anchor(self, log_probs: Tensor, micro: Rows) -> AnchoredLogProbs:
-        """Returns the anchor of a micro-batch.
-
-        Columns read: old_log_probs and importance_weights if present; in bypass mode old_log_probs, which is mu, or without it
-        rollout_log_probs; with A-3PO the latter and, if present, staleness.  log_probs: those of the current policy, (rows,
-        response).
-        """
-        current, mask = log_probs.detach(), micro["response_mask"]
-        if not self.config.in_update:
-            first_step = "old_log_probs" not in micro
-            old = current if first_step else micro["old_log_probs"]
-            return AnchoredLogProbs(old_log_probs=old, weights=micro.get("importance_weights"), sums={})
-        mu = self.behaviour(micro)
-        assert mu is not None
-        if self.config.bypass_mode:
-            old, measured = mu, current
-        else:
-            staleness = micro["staleness"] if "staleness" in micro else torch.zeros_like(mask[:, 0])
-            old = measured = proximal_log_probs(current, mu, staleness, mask)
-        correction = correct(self.applied, log_ratios(measured, mu, mask), mask)
-        weights = token_factors(correction).to(current.dtype) if self.applied.active else None
-        return AnchoredLogProbs(old_log_probs=old, weights=weights, sums=correction.sums)
-
-    def behaviour(self, rows: Rows) -> Tensor | None:
-        """Returns log mu, (rows, response), if the mismatch is measured in the update; None if the driver measures it."""
-        if self.config.bypass_mode:
-            return rows["old_log_probs"] if "old_log_probs" in rows else rows["rollout_log_probs"]
-        measured_before = "old_log_probs" in rows and not self.config.in_update
-        return rows["rollout_log_probs"] if "rollout_log_probs" in rows and not measured_before else None
-
-
-@dataclass(slots=True, kw_only=True)
-class AnchoredLogProbs:
-    """The anchor of a policy loss: the log-probs that it compares with, and token weights, both (rows, response) without
-    gradient.
-
-    weights: None if no token is weighted.
-    """
-
-    old_log_probs: Tensor
-    weights: Tensor | None
-    sums: dict[str, Tensor]
+    def _of_units(self, outputs: ForwardOutputs, micro: Rows) -> tuple[ForwardOutputs, Rows]:
+        """Returns outputs and columns with one value for each unit of the loss."""
+        mask = micro["response_mask"]
+        computed = {name: getattr(outputs, name) for name in ("log_probs", "entropy", "values")}
+        found = self.units.columns({name: column for name, column in computed.items() if column is not None}, mask)
+        return ForwardOutputs(**found), self.units.columns(micro, mask)
 
 
 class Extremes:
@@ -320,16 +275,24 @@ def with_staleness(rows: Rows, version: int | None) -> Rows:
 
 
 def take_steps(
-    engine: TrainEngine, rows: Rows, loss: StepLoss, *, num_mini_batches: int, epochs: int, scale: float, outputs: tuple[str, ...]
+    engine: TrainEngine,
+    rows: Rows,
+    loss: StepLoss,
+    *,
+    num_mini_batches: int,
+    epochs: int,
+    scale: float,
+    outputs: tuple[str, ...],
+    units: Units = TOKENS,
 ) -> list[StepSums]:
-    """Takes one optimizer step for each mini-batch of each epoch.
+    """Takes one optimizer step for each mini-batch of each epoch.  units: what the denominators count.
 
     A mini-batch without a token to learn from takes no step, because the optimizer's momentum and decay would move the
     weights.
     """
     steps = []
     for mini in mini_batches(rows, num_mini_batches, epochs):
-        denominators = count_denominators(engine, mini["response_mask"], scale)
+        denominators = count_denominators(engine, units.mask(mini["response_mask"]), scale)
         if denominators.tokens == 0:
             continue
         sums = engine.forward_backward(mini, partial(_with_denominators, loss, denominators), outputs=outputs)

@@ -65,11 +65,9 @@ def megatron_problems(
     world_size: the number of ranks that train the model.
     where: the configuration section that `megatron` was read from.
     """
-    if values.get("model_type") not in MODEL_TYPES:
-        return [
-            f"strategy=megatron does not know models of type {values.get('model_type')!r}; known: {', '.join(MODEL_TYPES)}. "
-            "Use strategy=fsdp2"
-        ]
+    if values.get("model_type") not in MODEL_TYPES or values.get("vision_config"):
+        kind = "that read images" if values.get("vision_config") else f"of type {values.get('model_type')!r}"
+        return [f"strategy=megatron does not know models {kind}; known: {', '.join(MODEL_TYPES)}. Use strategy=fsdp2"]
     found = [*_layout_problems(values, megatron, world_size), *_architecture_problems(values)]
     found += [
         f"override_transformer_config.{name} follows from other settings; set {where}.{DERIVED[name]} instead"

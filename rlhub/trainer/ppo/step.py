@@ -248,17 +248,18 @@ def add_outputs(batch: Batch, passes: Sequence[Any]) -> dict[str, float]:
 # some: none is ever written again.
 
 TOKENS = ("input_ids", "attention_mask")
-MODEL = (*TOKENS, "response_mask")
+MODEL = (*TOKENS, "pixel_values", "response_mask")
 REWARD = ("valid", "scores", "token_level_scores", "finish_reason", "baseline_rewards")
 ADVANTAGE = (
     *("sample_index", "uid", "prompt_length", "response_length", "response_mask"),
     *("values", "old_log_probs", "ref_log_prob", "sum_pi_squared"),
+    *("episode", "call", "terminated", "next_values"),
 )
 VALUE = (*TOKENS, "learn_mask", "critic_mini_batch", "values", "returns")
 CORRECTION = ("sample_index", "learn_mask", "advantages", "old_log_probs", "rollout_log_probs")
 SELECTION = ("sample_index", "mini_batch", "learn_mask", "loss_mask", "advantages", "old_log_probs", "rollout_log_probs")
 POLICY = (
-    *(*TOKENS, "mini_batch", "advantages"),
+    *(*TOKENS, "pixel_values", "mini_batch", "advantages"),
     *("old_log_probs", "ref_log_prob", "importance_weights", "selected"),
 )
 

@@ -29,7 +29,7 @@ from rlhub.config.sections.preference import DPOConfig, PreferenceDataConfig, RM
 from rlhub.config.sections.reward import CustomRewardConfig, ScoringModelConfig
 from rlhub.config.sections.sft import SFTConfig, SFTDataConfig
 from rlhub.config.sections.trainer import TrainerConfig
-from rlhub.data import check_columns, check_files
+from rlhub.data import check_columns, check_episode_folders, check_files
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import ConfigError
@@ -100,7 +100,11 @@ def check_training(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) 
 
 @check.register
 def _(config: SFTConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
-    return _check_supervised(config, check_demonstrations(config.data))
+    data = config.data
+    if config.model.vla:
+        found = [*check_episode_folders(data.train_files, "train"), *check_episode_folders(data.val_files, "val")]
+        return _check_supervised(config, found)
+    return _check_supervised(config, check_demonstrations(data))
 
 
 @check.register

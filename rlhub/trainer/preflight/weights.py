@@ -17,7 +17,7 @@ from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import check_weights
-from rlhub.models.shape import ModelKind
+from rlhub.models.shape import POLICIES, ModelKind
 from rlhub.models.tokenizer import check_tokenizer
 from rlhub.trainer.ppo.requirements import requirements
 
@@ -35,7 +35,7 @@ def check_model_weights(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) ->
         known.append((model, kind))
         try:
             check_weights(model, kind)
-            if kind == "policy":
+            if kind in POLICIES:
                 check_tokenizer(model)
         except ConfigError as error:
             problems += [f"{key}.path={model.path}: {text}" for text in error.problems]
@@ -70,4 +70,5 @@ def _(config: RMConfig) -> Iterator[tuple[str, ModelConfig, ModelKind]]:
 
 
 def _entry(engine: Engine) -> tuple[str, ModelConfig, ModelKind]:
-    return engine.role_model.model_key, engine.role_model.model, KINDS.get(engine.role, "policy")
+    role_model = engine.role_model
+    return role_model.model_key, role_model.model, KINDS.get(engine.role, role_model.model.policy_kind)

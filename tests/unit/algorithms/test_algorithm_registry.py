@@ -26,6 +26,8 @@ def test_estimators_work_from_what_their_rows_require_and_not_from_less(name: st
         "reward_components": {"reward_components": {"right": torch.tensor([1.0, 0.0], dtype=torch.float64)}},
         "components_only": {},
         "gather": {},
+        "episodes": {"episode": torch.arange(2), "call": torch.zeros(2).long(), "terminated": torch.ones(2).bool()},
+        "next_values": {"next_values": torch.zeros(2)},
     }
     given = {field: value for need in requires for field, value in needs[need].items()}
     outputs = ADVANTAGE_ESTIMATORS.get(name)(dataclasses.replace(bare, **given), knobs)

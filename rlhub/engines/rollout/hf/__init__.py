@@ -3,6 +3,6 @@
 It is the simple reference for every other rollout engine.
 
 engine  RolloutEngine, and the continuous batch of its single requests
-decode  whole batches, and the sampling of a token from its logits
+decode  whole batches, the sampling of a token from its logits, and actions of a vision-language-action policy
 cache   the key-value cache, and the reading of prompts
 """

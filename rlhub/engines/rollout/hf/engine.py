@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.initialization import no_init_weights
 
+from rlhub.config.sections.vla import vla_of
 from rlhub.engines.rollout.base import (
     Completion,
     FinishReason,
@@ -35,8 +36,11 @@ from rlhub.engines.rollout.hf.decode import (
     FIRST_CAPACITY,
     KEEP_FRACTION,
     NOT_FINITE,
+    ActionBatch,
     DecodeLimits,
+    check_actions,
     decode,
+    decode_actions,
     decode_step,
     sample_tokens,
     token_uniforms,
@@ -44,7 +48,9 @@ from rlhub.engines.rollout.hf.decode import (
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError
 from rlhub.models.experts import unfused_tensors
+from rlhub.models.hf import policy_loader
 from rlhub.models.required_weights import load_checked
+from rlhub.models.vla.policy import complete
 from rlhub.protocol.weights.pieces import Piece, whole_piece
 
 SPARE_DIVISOR = 8  # a cache that is copied for more rows gets 1/8 more places, for rows that will join soon
@@ -65,6 +71,7 @@ class HFEngine(SteppedEngine):
             )
         super().__init__(setup)
         self._dtype = resolve_dtype(setup.config.dtype, setup.device)
+        self._vla = vla_of(setup.model)
         self._model: PreTrainedModel | None = None
         self._weights: dict[str, Tensor] = {}
 
@@ -80,12 +87,15 @@ class HFEngine(SteppedEngine):
         config = AutoConfig.from_pretrained(setup.model.path, trust_remote_code=trust, **setup.model.override_config)
         _refuse_short_windows(config, setup.max_model_len)
         options = {"dtype": self._dtype, "trust_remote_code": trust}
+        loader, kind = policy_loader(setup.model), setup.model.policy_kind
         if setup.load_checkpoint:
-            model = load_checked(AutoModelForCausalLM, str(setup.model.path), config, "policy", **options)
+            model = load_checked(loader, str(setup.model.path), config, kind, **options)
         else:
             with no_init_weights():  # the first update overwrites every weight
-                model = AutoModelForCausalLM.from_config(config, **options)
+                model = loader.from_config(config, **options)
             model.tie_weights()
+        if self._vla is not None:
+            complete(model, self._vla, setup.model.path)
         return model.to(setup.device).requires_grad_(False).eval()
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
@@ -97,12 +107,13 @@ class HFEngine(SteppedEngine):
     def _generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
         """Generates in batches of requests of similar length, with equal prompts together."""
         assert self._model is not None
-        limits, max_rows = self._limits(), self._setup.config.max_num_seqs
+        limits, max_rows, vla = self._limits(), self._setup.config.max_num_seqs, self._vla
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), list(requests[i].prompt_ids)))
         completions: dict[int, Completion] = {}
         for first in range(0, len(order), max_rows):
             indices = order[first : first + max_rows]
-            batch = decode(self._model, [requests[i] for i in indices], params, limits)
+            chosen = [requests[i] for i in indices]
+            batch = decode_actions(self._model, vla, chosen, params) if vla else decode(self._model, chosen, params, limits)
             for index, completion in zip(indices, batch, strict=True):
                 completion.versions = [self.version] * len(completion.token_ids)
                 completions[index] = completion
@@ -112,8 +123,19 @@ class HFEngine(SteppedEngine):
     def vocab_size(self) -> int | None:
         return None if self._model is None else int(self._model.get_input_embeddings().weight.shape[0])
 
+    @property
+    def _reads_images(self) -> bool:
+        return self._vla is not None
+
+    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
+        super()._check(requests, params)
+        if self._vla is not None:
+            check_actions(requests, params, self._vla)
+
     def _make_stepper(self) -> Stepper:
         assert self._model is not None, "single requests are refused before"
+        if self._vla is not None:
+            return ActionBatch(self._model, self._vla, self._setup.config.max_num_seqs)
         return ContinuousBatch(self._model, self._limits(), self._setup.config.max_num_seqs)
 
     def _limits(self) -> DecodeLimits:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhub.config.sections.training import ModelConfig, OptimConfig
+from rlhub.config.sections.vla import VLAConfig, vla_of
 from rlhub.engines.training.fsdp.logprob import token_outputs
 from rlhub.engines.training.fsdp.weights import Layout, ShardedParam, num_bytes, shard_model, sharded_params
 from rlhub.engines.training.optimizer import HOST, MOMENTS, EngineOptimizer, HostTensors
@@ -31,6 +32,8 @@ from rlhub.models.experts import unfused
 from rlhub.models.hf import SCALAR_HEAD, ModelKind, backbone, build_model
 from rlhub.models.lora import add_lora, named_parameters
 from rlhub.models.packed_attention import PACKED_ATTENTION
+from rlhub.models.shape import POLICIES
+from rlhub.models.vla import policy
 from rlhub.protocol.weights.pieces import Piece, whole
 
 BROADCAST_BYTES = 1 << 30
@@ -89,14 +92,18 @@ def build_sharded(plan: BuildPlan, layout: Layout, device: torch.device) -> Buil
 def _root(model: PreTrainedModel, plan: BuildPlan) -> nn.Module:
     if plan.kind == "policy":
         return PolicyModule(model, temperature=plan.temperature)
+    if plan.kind == "vla":
+        vla = vla_of(plan.model)
+        assert vla is not None, "the kind follows from it"
+        return VLAModule(model, vla, temperature=plan.temperature)
     return ScalarModule(model, output="values" if plan.kind == "value" else "scores")
 
 
 def _prepared(plan: BuildPlan, *, empty: bool = False) -> PreTrainedModel:
-    attention = PACKED_ATTENTION if plan.model.use_remove_padding else "sdpa"
+    attention = PACKED_ATTENTION if plan.model.use_remove_padding and plan.kind != "vla" else "sdpa"
     model = build_model(plan.model, plan.kind, dtype=plan.dtype, attention=attention, seed=plan.seed, empty=empty)
     if plan.model.lora_rank > 0:
-        scalar = plan.kind != "policy"
+        scalar = plan.kind not in POLICIES
         head: nn.Module = model.get_submodule(SCALAR_HEAD) if scalar else model.get_output_embeddings()
         add_lora(model, plan.model, head=head, seed=plan.seed)
         head.requires_grad_(scalar)  # a scalar head is new or tiny, so it is trained without adapters
@@ -136,6 +143,23 @@ class PolicyModule(nn.Module):
         head = self.model.get_output_embeddings()
         hidden = hidden_states(self.model, inputs)
         return token_outputs(hidden, head.weight, head.bias, inputs.targets, temperature=self.temperature, wanted=outputs)
+
+
+class VLAModule(nn.Module):
+    """Computes the outputs of PolicyModule over the action tokens, and `values`, (S,) each, float32 or float64."""
+
+    def __init__(self, model: PreTrainedModel, vla: VLAConfig, *, temperature: float) -> None:
+        super().__init__()
+        self.model, self.vla, self.temperature = model, vla, temperature
+
+    def forward(self, inputs: ModelInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
+        assert inputs.placed is not None and inputs.images is not None
+        hidden = policy.hidden_states(self.model, self.vla, inputs.placed, inputs.images).index_select(0, inputs.sources)
+        found: dict[str, Tensor] = {}
+        if outputs - {"values"}:
+            weight, bias = policy.bin_head(self.model, self.vla)
+            found = token_outputs(hidden, weight, bias, inputs.targets, temperature=self.temperature, wanted=outputs)
+        return found | ({"values": policy.values_of(self.model, self.vla, hidden)} if "values" in outputs else {})
 
 
 class ScalarModule(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
+from rlhub.config.sections.vla import vla_of
 from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.collectives import gather_rows
 from rlhub.engines.training.fsdp.building import BuildPlan, ShardedAdamW, build_sharded, fill, live_pieces
@@ -25,7 +26,7 @@ from rlhub.engines.training.fsdp.weights import (
     reshard,
 )
 from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_rows, on_device, put_rows, take_rows, trim
-from rlhub.engines.training.packing import ModelInputs, check_outputs, columns_read, model_inputs, row_inputs
+from rlhub.engines.training.packing import ModelInputs, action_inputs, check_outputs, columns_read, model_inputs, row_inputs
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
 from rlhub.models.lora import lora_names, saved_config, saved_names, set_adapters
@@ -43,7 +44,8 @@ ADAPTER_BUCKET_BYTES = 64 << 20
 class FSDPEngine(TrainEngine):
     """A TrainEngine that shards parameters, gradients and optimizer state over the ranks.
 
-    kind: "policy" computes log_probs, entropy and sum_pi_squared, "value" values, "reward" scores.
+    kind: "policy" computes log_probs, entropy and sum_pi_squared, "value" values, "reward" scores; "vla" those of a policy
+        and, with a value head, values.
     optim: None builds an engine that only infers.
     temperature: divides the logits.
     infer_micro_batch: the limits of a pass of `infer`; None takes those of training.
@@ -66,6 +68,7 @@ class FSDPEngine(TrainEngine):
     ) -> None:
         self.model_config, self.fsdp_config, self.optim_config = model, fsdp, optim
         self.kind: ModelKind = kind
+        self.vla = vla_of(model) if kind == "vla" else None
         self.device, self.temperature, self.grad_clip, self.seed = device, temperature, grad_clip, seed
         self.micro_batch = micro_batch or MicroBatchConfig()
         self.infer_micro_batch = infer_micro_batch or self.micro_batch
@@ -149,6 +152,8 @@ class FSDPEngine(TrainEngine):
         return results
 
     def _inputs(self, micro: Rows) -> ModelInputs:
+        if self.vla is not None:
+            return action_inputs(micro, self.vla, device=self.device)
         plan = row_inputs if self.kind == "reward" else model_inputs
         return plan(micro, pack=self.model_config.use_remove_padding, device=self.device)
 

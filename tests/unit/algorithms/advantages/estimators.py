@@ -242,13 +242,12 @@ def junk_of(column: Tensor) -> float:
 
 
 def columns_of(inputs: AdvantageInputs) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(inputs) if field.name != "gather"]
+    """Those that the cases have; columns of episodes have cases of their own."""
+    return [field for field in dataclasses.fields(inputs) if field.name != "gather" and getattr(inputs, field.name) is not None]
 
 
 def changed(inputs: AdvantageInputs, change: Callable[[Tensor], Tensor]) -> AdvantageInputs:
     """`change` applied to every column."""
-    columns: dict[str, Any] = {
-        field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs) if field.name != "gather"
-    }
+    columns: dict[str, Any] = {field.name: getattr(inputs, field.name) for field in columns_of(inputs)}
     components = {name: change(column) for name, column in columns.pop("reward_components").items()}
     return AdvantageInputs(**{name: change(column) for name, column in columns.items()}, reward_components=components)

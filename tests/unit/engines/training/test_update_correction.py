@@ -16,7 +16,6 @@ from rlhub.algorithms.inputs import PolicyLossInputs, PolicyLossOutputs
 from rlhub.algorithms.masked import masked
 from rlhub.algorithms.registry import POLICY_LOSSES
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
-from rlhub.engines.training import updates
 from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.registry import Row
 from tests.unit.algorithms.correction.correction_cases import Case, slow_kept, slow_weights
@@ -179,7 +178,7 @@ def test_in_bypass_mode_a_loss_with_a_ratio_gets_rejection_and_no_weight(micro_r
 
 def test_old_minus_rollout_log_probs_would_reject_nothing_in_bypass_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: with l = log pi_old - log mu = 0 the correction vanishes without a word."""
-    monkeypatch.setattr(updates, "log_ratios", lambda pi, mu, mask: log_ratios(mu, mu, mask))
+    monkeypatch.setattr(correct_module, "log_ratios", lambda pi, mu, mask: log_ratios(mu, mu, mask))
     rows = sampled("old_log_probs")
     engine, metrics = update(rows, settings(**BYPASS))
     assert metrics["mismatch/masked_share"] == 0
