@@ -87,12 +87,7 @@ def build_model(
                 built = loader.from_config(config, **options)
         else:
             built = load_checked(loader, str(model.path), config, kind, **options)
-    if kind in POLICIES:
-        _refuse_transformed_logits(built)
-    elif not any(name == SCALAR_HEAD for name, _ in built.named_children()):
-        raise ConfigError(
-            f"{type(built).__name__} has no linear head named {SCALAR_HEAD!r}, so it is no {kind} model; use a decoder-only one"
-        )
+    _check_head(built, kind)
     if kind == "vla" and (vla := vla_of(model)):
         complete(built, vla, model.path)
     # Padding never reaches the model, but a policy may write the padding token: its row has a gradient like any other's.
@@ -100,6 +95,16 @@ def build_model(
     if model.enable_gradient_checkpointing:
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built.train()
+
+
+def _check_head(built: PreTrainedModel, kind: ModelKind) -> None:
+    """Raises ConfigError for a head that the kind of model cannot have."""
+    if kind in POLICIES:
+        _refuse_transformed_logits(built)
+    elif not any(name == SCALAR_HEAD for name, _ in built.named_children()):
+        raise ConfigError(
+            f"{type(built).__name__} has no linear head named {SCALAR_HEAD!r}, so it is no {kind} model; use a decoder-only one"
+        )
 
 
 def check_weights(model: ModelConfig, kind: ModelKind) -> None:

@@ -34,6 +34,7 @@ Maker = Callable[..., EnvManager]
 @pytest.fixture
 def manager() -> Iterator[Maker]:
     """Makes managers of 4 environments in 2 processes, and sees that nothing of them is left."""
+    before = {child.pid for child in psutil.Process().children()}  # a cluster of other tests, whose processes come and go
     with ExitStack() as stack:
 
         def make(name: str = "Drift", **given: Any) -> EnvManager:
@@ -43,7 +44,9 @@ def manager() -> Iterator[Maker]:
 
         yield make
     assert not segments(), "a name of shared memory is left"
-    left = [child for child in psutil.Process().children(recursive=True) if child.is_running() and child.status() != "zombie"]
+    born = [child for child in psutil.Process().children() if child.pid not in before]
+    below = [below for child in born for below in (child, *child.children(recursive=True))]
+    left = [child for child in below if child.is_running() and child.status() != "zombie"]
     assert not left, f"processes are left: {left}"
 
 

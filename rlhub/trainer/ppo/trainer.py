@@ -18,6 +18,7 @@ from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptDataset, PromptLoader
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
+from rlhub.pipeline.graph import TaskGraph
 from rlhub.pipeline.show import to_svg
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager
@@ -147,7 +148,7 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
     trained = {node.trains for node in graph.nodes} & graph.roles.keys() if graph is not None else set()
     reward, groups = parts.manager(launched.groups), groups_of(launched.groups, sorted(trained))
     source, validation = build_source(config, data, groups, reward, run, stack)
-    step_parts: dict[str, Any] = {
+    step_parts = {
         "config": config,
         "source": source,
         "score": build_scorer(config, reward, run.timers),
@@ -156,10 +157,7 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
         "critic": groups.critic,
         "timers": run.timers,
     }
-    train_step: StepParts = TrainingStep(**step_parts)
-    if graph is not None:
-        train_step = GraphStep(**step_parts, graph=graph, roles=launched.groups)
-        write_text(run.folder.graph, to_svg(graph))
+    train_step = build_step(graph, launched, run, **step_parts)
     return PPOTrainer(
         config=config,
         run=run,
@@ -169,6 +167,14 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
         groups=groups,
         total_steps=data.total_steps,
     )
+
+
+def build_step(graph: TaskGraph | None, launched: Launched, run: Run, **parts: Any) -> StepParts:
+    """Returns the plain step, or the one of a graph, whose picture goes to the run folder."""
+    if graph is None:
+        return TrainingStep(**parts)
+    write_text(run.folder.graph, to_svg(graph))
+    return GraphStep(**parts, graph=graph, roles=launched.groups)
 
 
 def build_source(
