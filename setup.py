@@ -56,7 +56,8 @@ TRACKERS = {
 }
 TRACKING = [*TRACKERS["tensorboard"], *TRACKERS["wandb"]]
 MCP = ["mcp>=2.3,<3"]
-ENVS = ["gymnasium>=1.1,<2"]
+# MuJoCo renders through EGL without a display: on Debian and Ubuntu, libegl1 and libgl1-mesa-dri, or a GPU's driver.
+ENVS = ["gymnasium>=1.1,<2", "mujoco>=3.3,<4", "minigrid>=3,<4"]
 TEST = ["openai>=2", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRACKING, *MCP, *ENVS, "ray[default]>=2.58,<2.59"]
 
 setup(

@@ -26,6 +26,7 @@ import os
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -262,8 +263,10 @@ def train(name: str, backend: str, inputs: Path, product: Path, more: Sequence[s
     """Runs one configuration in a process of its own and returns what it left.  RuntimeError with its output where it fails."""
     scratch = Path(tempfile.mkdtemp(prefix="golden-run-"))  # a TemporaryDirectory would end with the child
     try:
-        arguments = settings(name, inputs.resolve(), scratch / "run", [f"trainer.backend={backend}", *more])
-        status = forked(lambda: main_ppo(arguments, product, scratch), scratch / "log")
+        where = "trainer.controller=multi" if backend == "torchrun" else f"trainer.backend={backend}"
+        arguments = settings(name, inputs.resolve(), scratch / "run", [where, *more])
+        start = all_ranks if backend == "torchrun" else main_ppo
+        status = forked(lambda: start(arguments, product, scratch), scratch / "log")
         if status != 0:
             output = (scratch / "log").read_text(errors="replace")
             raise RuntimeError(f"{name} ({backend}) ended with status {status}:\n{output[-3000:]}")
@@ -279,6 +282,38 @@ def main_ppo(arguments: Sequence[str], product: Path, folder: Path) -> None:
     sys.path.insert(0, str(product))
     sys.argv = [MAIN, *arguments]
     runpy.run_module(MAIN, run_name="__main__", alter_sys=True)
+
+
+def ranks_in(arguments: Sequence[str]) -> int:
+    """The ranks of the main pool that a command line asks for."""
+    key = "trainer.n_gpus_per_node="
+    return int(next((text.removeprefix(key) for text in reversed(arguments) if text.startswith(key)), "1"))
+
+
+def all_ranks(arguments: Sequence[str], product: Path, folder: Path) -> None:
+    """Does in processes that have the libraries loaded what torchrun does in new ones: starts a program on every rank, and ends
+    the others where one fails."""
+    pools = sum(int(text.rpartition("=")[2]) for text in arguments if text.startswith("trainer.pools."))
+    size = ranks_in(arguments) + pools
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            values = (str(rank), str(size), str(rank), str(size), "127.0.0.1", port)
+            os.environ.update(dict(zip(names, values, strict=True)))
+            os._exit(status_of(lambda: main_ppo(arguments, product, folder)))
+        children.append(child)
+    statuses = []
+    while children:
+        done, status = os.wait()
+        if done in children:
+            children.remove(done)
+            statuses.append(os.waitstatus_to_exitcode(status))
+    raise SystemExit(max(statuses, key=abs))
 
 
 def forked(function: Callable[[], object], log: Path) -> int:
@@ -360,7 +395,7 @@ def runs_of(only: Sequence[str], backend: str) -> list[tuple[str, str]]:
         for name in CONFIGURATIONS
         if not only or name in only
         for kind in backends
-        if kind == "ray" or name not in ONLY_RAY
+        if kind != "local" or name not in ONLY_RAY
     ]
 
 
@@ -427,7 +462,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--only", default="", metavar="NAME,...", help=f"of {', '.join(CONFIGURATIONS)}")
-    common.add_argument("--backend", choices=("local", "ray", "both"), default="both")
+    common.add_argument("--backend", choices=("local", "ray", "torchrun", "both"), default="both")
     common.add_argument(
         "--product", type=Path, default=Path.cwd(), help="checkout whose rlhub runs (default: the working directory)"
     )

@@ -2,18 +2,19 @@
 
 The tokens of a running generation live in its engine.  For a checkpoint the executor aborts all running generations: each returns
 the tokens that it has sampled, TrackedEngine records them and sends the request again from that position.  The episode sees one
-completion.
+completion.  The tokens of an episode that generates from another process stay there, and come for the checkpoint alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 from rlhub.agents.trajectory import Sampled
-from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, Generated, PlacingEngine, RemoteGeneration
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 
 Interrupt = Callable[[Sequence[str]], Awaitable[None]]
@@ -63,6 +64,7 @@ class TrackedEngine:
         self._first = data.partial is None or data.partial.finish_reason == "abort"
         self._running: dict[asyncio.Future[None], str] = {}
         self._awaited: set[asyncio.Future[None]] = set()
+        self._read: Callable[[], Awaitable[Completion | None]] | None = None
         self.written = data.partial
 
     def request_ids(self) -> list[str]:
@@ -71,9 +73,11 @@ class TrackedEngine:
         return list(self._running.values())
 
     async def settled(self) -> None:
-        """Waits until those generations have ended or were interrupted."""
+        """Waits until those generations have ended or were interrupted, and reads what another process has written."""
         if self._awaited:
             await asyncio.wait(set(self._awaited))
+        if self._read is not None:
+            self.written = await self._read()
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         """Generates one completion, as EpisodeEngine does; a generation that was interrupted for a checkpoint continues from its
@@ -97,15 +101,31 @@ class TrackedEngine:
         self, request: GenerationRequest, params: SamplingParams, attempt: Attempt | None
     ) -> tuple[Completion, bool]:
         """Returns a completion, and whether `request_ids` had listed it for an interruption."""
-        end = asyncio.get_running_loop().create_future()
-        self._running[end] = request.request_id
-        try:
+        with self._tracked(request.request_id) as interrupted:
             if attempt is None:
                 part = await self._engine.agenerate(request, params)
             else:
                 part = await self._engine.agenerate(request, params, attempt)
                 attempt.send_rest(part)
-            return part, end in self._awaited
+            return part, interrupted()
+
+    async def aplace(self, generation: RemoteGeneration) -> Generated:
+        """Lets another process generate; its generation, too, continues after an interruption for a checkpoint."""
+        self._read = generation.written
+        generation = replace(generation, request_id=generation.request_id or self._data.session)
+        while True:
+            with self._tracked(generation.request_id) as interrupted:
+                part = await cast("PlacingEngine", self._engine).aplace(generation)
+                if part.finish_reason != "abort" or not interrupted():
+                    return part
+
+    @contextmanager
+    def _tracked(self, request_id: str) -> Iterator[Callable[[], bool]]:
+        """Notes a generation while it runs; yields whether `request_ids` has listed it for an interruption."""
+        end = asyncio.get_running_loop().create_future()
+        self._running[end] = request_id
+        try:
+            yield lambda: end in self._awaited
         finally:
             del self._running[end]
             self._awaited.discard(end)

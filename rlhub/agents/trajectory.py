@@ -8,7 +8,7 @@ Tokens of tools, environments and templates stand between them with response_mas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any, Literal
 
@@ -123,7 +123,7 @@ class TrajectoryRef:
     rewards, added_rewards: the sums of those of the Trajectory, a list of one number; None where it has none.  late_reward: a
     reward for the last token that came after the episode; None if the rewards are its own.
 
-    response_text: the decoded response, until it is scored.  The other fields are those of Trajectory.
+    The other fields are those of Trajectory.
     """
 
     home: str
@@ -137,7 +137,6 @@ class TrajectoryRef:
     metrics: dict[str, float] = field(default_factory=dict)
     oldest: int = NOT_SAMPLED
     late_reward: float | None = None
-    response_text: str | None = None
 
     @classmethod
     def of(cls, trajectory: Trajectory, home: str, key: str) -> TrajectoryRef:
@@ -155,6 +154,9 @@ class TrajectoryRef:
             added_rewards=None if added is None else [float(sum(added))],
             metrics=trajectory.metrics,
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, tuple(getattr(self, one.name) for one in fields(self))  # the fields' names would double its size
 
     @property
     def first_version(self) -> int:
@@ -192,6 +194,10 @@ class TrajectoryRef:
     def set_reward(self, reward: float) -> None:
         """Sets the reward of the whole episode."""
         self.rewards, self.late_reward = [reward], reward
+
+
+def _restored(*values: Any) -> TrajectoryRef:
+    return TrajectoryRef(**{one.name: value for one, value in zip(fields(TrajectoryRef), values, strict=True)})
 
 
 Sampled = Trajectory | TrajectoryRef

@@ -1,6 +1,7 @@
-"""The program of a pool's process: it runs a simulator, or one tool environment after the other, and calls their methods by name.
+"""The program of an environment's process: it runs a simulator, one tool environment after the other, or environments in
+lock-step, and calls their methods by name.
 
-utils/children/child.py loads `serve` and calls it for every request of an EnvironmentProcess (source.py).  Requests and replies
+utils/children/child.py loads `serve` and calls it for every request of an EnvironmentProcess (process.py).  Requests and replies
 are JSON, so this module also converts observations and tool results to JSON and back.
 """
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from rlhub.envs.base import EnvError, Environment, ImageObservation, Observation, StepEnvironment
 from rlhub.envs.local import observed, optional_method
+from rlhub.envs.vector.segment import ServedVector
 from rlhub.errors import RlhubError
 from rlhub.utils.aio.loop_thread import LoopThread
 from rlhub.utils.children.wire import WireError, encode
@@ -32,13 +34,21 @@ _served: list[_Served] = []  # the process's only one, once `make` has been call
 
 
 def serve(operation: str, arguments: dict[str, Any]) -> Any:
-    """Executes an operation: "make" builds the environment from target, settings and offers_tools; every other one is a method of
-    it."""
+    """Executes an operation: "make" builds the environment from kind (tools, simulator or vector), target and settings; every
+    other one is a method of it.  "make" returns the spec of environments in lock-step (kind vector), otherwise None."""
     if operation == "make":
-        serving = _ServedTools if arguments["offers_tools"] else _ServedSimulator
-        _served.append(serving(load_target(arguments["target"]), arguments["settings"]))
-        return None
+        return _make_served(**arguments)
     return _served[-1].call(operation, arguments)
+
+
+def _make_served(kind: str, target: str, settings: Mapping[str, Any], **vector: Any) -> Any:
+    if kind == "vector":
+        served = ServedVector(target, settings, **vector)
+        _served.append(served)
+        return served.spec
+    serving = _ServedTools if kind == "tools" else _ServedSimulator
+    _served.append(serving(load_target(target), settings))
+    return None
 
 
 @cache

@@ -8,8 +8,9 @@ together those that stand first start first.
 Rows in another order: a node that writes `row_order` gets all columns and returns all rows in the new order.  What started before
 and ends after it still has the old order; its columns are put into the new one.
 
-Where every rank runs the same graph (`in_order`), nodes with a role, which talk to other ranks inside, run in the order of the
-text, one at a time and in the caller's thread: which of them is ready first differs from rank to rank.
+Where every rank runs the same graph (`in_order`), nodes run in the order of the text, one at a time and in the caller's thread:
+most of them talk to other ranks inside, a user's function does where it fetches rows, and which of them is ready first differs
+from rank to rank.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rlhub.errors import ProtocolError, RlhubError
 from rlhub.pipeline.columns import ROW_ORDER, Use
 from rlhub.pipeline.conditions import holds
 from rlhub.pipeline.graph import TaskGraph
-from rlhub.pipeline.nodes import DRIVER, Node
+from rlhub.pipeline.nodes import Node
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.registry import suggest
 from rlhub.single_controller.calls import GRACE_S, cause_of
@@ -135,8 +136,7 @@ class _Step:
             ready = self._ready()
             for position, node in enumerate(ready):
                 last = position == len(ready) - 1
-                # In order, a node with a role has the caller's thread even beside others, and blocks no start: it is the last.
-                self._start(node, inline=last and (not self.running or self._has_turn(node)))
+                self._start(node, inline=last and not self.running)
             if self.running and (not ready or not self.ended.empty()):
                 self._take(self.ended.get())
         order = [node.name for node in graph.nodes]
@@ -156,17 +156,10 @@ class _Step:
                 break
             for node in skipped:
                 self._end(node)
-        if not self.executor.in_order:
-            return ready
-        first = next((node.name for node in nodes if node.name in self.waits and self._has_turn(node)), None)
-        return sorted((node for node in ready if not self._has_turn(node) or node.name == first), key=self._has_turn)
+        return ready[:1] if self.executor.in_order else ready
 
     def _holds(self, condition: str) -> bool:
         return holds(condition, self.number, self.executor.settings)
-
-    def _has_turn(self, node: Node) -> bool:
-        """Returns whether the node may run only in its turn."""
-        return self.executor.in_order and (node.on != DRIVER or bool(node.gathers))
 
     def _start(self, node: Node, *, inline: bool) -> None:
         del self.waits[node.name]

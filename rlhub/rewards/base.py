@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +25,8 @@ MAX_EXAMPLES = 3  # in the report of failures
 FAILED = "reward/num_failed"
 """Metric: samples whose scoring failed; FAILED/<kind>: those of a kind."""
 FAILED_SHARE = "reward/failed_share"
+OUTCOMES = "reward_outcome"
+"""Object column with the RewardOutcome of rows that were scored before the batch, and None for other rows."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,14 +69,32 @@ class BackgroundManager(RewardManager, Protocol):
         ...
 
 
+@runtime_checkable
+class RowManager(Protocol):
+    """A RewardManager that may need nothing but the outcomes of the rows."""
+
+    @property
+    def scores_rows(self) -> bool:
+        """Returns whether the outcomes of the rows are all that it reads of a batch."""
+        ...
+
+
+def needs_tokens(manager: RewardManager, batch: Batch) -> bool:
+    """Returns whether a manager that can only be called reads the tokens of a batch: not where its rows were scored before."""
+    ahead = batch.non_tensor_batch.get(OUTCOMES)
+    scored = ahead is not None and all(outcome is not None for outcome in ahead)
+    return not (scored and isinstance(manager, RowManager) and manager.scores_rows)
+
+
 def start_scoring(manager: RewardManager, batch: Batch) -> Callable[[], RewardResult]:
     """Begins to score a batch, and returns what waits for the rewards.
 
-    For a manager that can only be called, the rows are brought to the driver, and it is called when the rewards are asked for.
+    For a manager that can only be called, the rows are brought to the driver where it reads their tokens, and it is called when
+    the rewards are asked for.
     """
     if isinstance(manager, BackgroundManager):
         return manager.start(batch)
-    rows = rows_here(batch)
+    rows = rows_here(batch) if needs_tokens(manager, batch) else cast("DataProto", batch)  # it reads numbers alone
     return lambda: manager(rows)
 
 

@@ -34,6 +34,7 @@ from rlhub.rewards.base import (
     RewardResult,
     ScoredRows,
     check_failures,
+    needs_tokens,
     start_scoring,
 )
 from rlhub.rewards.judge_prompt import JudgePrompt, read_pattern, read_prompt, read_score
@@ -91,7 +92,8 @@ class CombinedManager:
     def start(self, batch: Batch) -> Callable[[], RewardResult]:
         """Starts the function and all parts."""
         facts, written = ScoredRows.of(batch, []), None
-        if self.function is not None and not isinstance(self.function, BackgroundManager):
+        called = None if isinstance(self.function, BackgroundManager) else self.function
+        if called is not None and needs_tokens(called, batch):
             batch = rows_here(batch)
             written = batch.batch["response_mask"]
         function = None if self.function is None else start_scoring(self.function, batch)

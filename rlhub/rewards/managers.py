@@ -21,7 +21,15 @@ from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.errors import ConfigError, LoadError, RewardError
 from rlhub.protocol import DataProto
 from rlhub.registry import knobs_for, suggest
-from rlhub.rewards.base import ManagerParts, RewardManager, RewardResult, ScoredRows, check_failures, max_failures
+from rlhub.rewards.base import (
+    OUTCOMES,
+    ManagerParts,
+    RewardManager,
+    RewardResult,
+    ScoredRows,
+    check_failures,
+    max_failures,
+)
 from rlhub.rewards.pool import LARGEST_SCORE, RewardFunction, RewardOutcome
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.rewards.rows import Decoder, score_rows
@@ -29,8 +37,6 @@ from rlhub.rewards.rows import Decoder, score_rows
 NUMBERS = (bool, int, float)
 OWN_METRICS = ("num_failed", "failed_share", "mean", "std", "greedy_mean", "function", "model", "judge", "judge_unreadable_share")
 """Names of the metrics reward/<name> that a run reports itself."""
-OUTCOMES = "reward_outcome"
-"""Object column with the RewardOutcome of rows that were scored before the batch, and None for other rows."""
 CORRECT_ABOVE = 0.5  # between the wrong and right of both usual scales, 0 to 1 and -1 to 1
 DEFAULT_TARGET = "rlhub.rewards.registry:compute_score"
 

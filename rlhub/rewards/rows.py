@@ -1,17 +1,21 @@
 """The part of scoring that reads tokens: responses become texts, and the reward function's processes score them.
 
-It runs wherever the rows are: on the ranks that generated them while these do other work (`BackgroundScorer`), or on the driver.
-Outcomes then travel as columns (`PackedOutcomes`), a few bytes a row; managers.py makes a batch's rewards of them.
+It runs wherever the rows are: on the ranks that generated them while these do other work (`BackgroundScorer`), in the processes
+of episodes (`RowScorer`), or on the driver.  Outcomes then travel as columns (`PackedOutcomes`), a few bytes a row; managers.py
+makes a batch's rewards of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from rlhub.errors import RewardError
 from rlhub.protocol import Batch, DataProto
 from rlhub.rewards.pool import RewardFailure, RewardFailureKind, RewardOutcome, RewardPool, RewardRequest
 
@@ -125,3 +129,89 @@ class BackgroundScorer:
         """Ends the reward function's processes; what is not scored by then is not scored."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._pool.close()
+
+
+@dataclass(slots=True)
+class _ScoringRequest:
+    rows: Sequence[RewardRequest]
+    outcomes: asyncio.Future[list[RewardOutcome]]
+
+
+class RowScorer:
+    """Scores rows for many callers on one event loop; requests that come while the function's processes are at work are scored
+    together in their next turn."""
+
+    def __init__(self, pool: RewardPool, tokenizer: Decoder) -> None:
+        self._pool, self._tokenizer = pool, tokenizer
+        self._waiting: list[_ScoringRequest] = []
+        self._work: asyncio.Task[None] | None = None
+
+    async def score(self, prompt: Mapping[str, Any], responses: list[list[int]]) -> list[RewardOutcome]:
+        """Returns the outcome of each of the responses to a prompt, given as tokens.
+
+        prompt: has REWARD_FIELDS.  Raises LoadError.
+        """
+        texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True) if responses else []
+        return await self._score([request_of(prompt, text) for text in texts])
+
+    async def score_text(self, row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
+        """Is `agents.workflows.base.Score`, for workflows that want the reward of a turn."""
+        (outcome,) = await self._score([request_of(row, text)])
+        if outcome.error is not None:
+            raise RewardError(f"scoring a turn failed: {outcome.error.kind}: {outcome.error.message}")
+        numbers = ((name, item) for name, item in outcome.details.items() if isinstance(item, bool | int | float))
+        return outcome.score, {name: float(item) for name, item in numbers}
+
+    async def _score(self, rows: Sequence[RewardRequest]) -> list[RewardOutcome]:
+        if not rows:
+            return []
+        loop = asyncio.get_running_loop()
+        request = _ScoringRequest(rows, loop.create_future())
+        self._waiting.append(request)
+        if self._work is None:
+            self._work = loop.create_task(self._run())
+        return await request.outcomes
+
+    async def _run(self) -> None:
+        await self._gather()
+        while self._waiting:
+            requests, self._waiting = self._waiting, []
+            rows = [row for request in requests for row in request.rows]
+            try:
+                found = iter(await asyncio.to_thread(self._pool.score, rows))
+            except Exception as error:  # noqa: BLE001  the thread's boundary: whoever asked gets the error
+                for request in requests:
+                    if not request.outcomes.done():
+                        request.outcomes.set_exception(error)
+                continue
+            for request in requests:
+                outcomes = [next(found) for _ in request.rows]
+                if not request.outcomes.done():
+                    request.outcomes.set_result(outcomes)
+        self._work = None
+
+    async def _gather(self) -> None:
+        """Groups that end together ask in one pass of the loop after the other: waits for the first in which none does."""
+        known = 0
+        while len(self._waiting) > known:
+            known = len(self._waiting)
+            await asyncio.sleep(0)
+
+    def close(self) -> None:
+        """Ends the reward function's processes."""
+        self._pool.close()
+
+
+def request_of(prompt: Mapping[str, Any], text: str) -> RewardRequest:
+    """Returns what the reward function reads of a response to this prompt."""
+    return RewardRequest(
+        data_source=prompt["data_source"],
+        solution_str=text,
+        ground_truth=prompt["ground_truth"],
+        extra_info=prompt["extra_info"],
+    )
+
+
+async def no_turn_scores(row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
+    """Is `agents.workflows.base.Score` where no function judges a row alone."""
+    raise RewardError("a workflow asks for the reward of a turn, but no reward function is on: set reward_model.function_weight")

@@ -4,6 +4,9 @@ A request goes to the replica with the least running work, counted in tokens; th
 which caches the session's prefix.  When a replica dies, its requests start again on another one.  Equal seeds give equal noise,
 so under the same weights the completion is the same.  The tokens that the dead replica had sampled are lost and counted; a
 streamed request continues after the tokens that its follower has received.
+
+An episode in another process gets the replica from here and generates there by itself (`aplace`): its tokens take no way through
+this process, which chooses, counts and repeats as for any other request.
 """
 
 from __future__ import annotations
@@ -13,12 +16,13 @@ import itertools
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Self, cast
+from dataclasses import dataclass, replace
+from typing import Generic, Self, TypeVar, cast
 
 from rlhub.agents.remote.streaming import StreamedRequest
+from rlhub.agents.workflows.base import Generated, RemoteGeneration
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import DeadlineError, EngineError, WorkerDiedError, WorkerError
 from rlhub.rollout_service.fleet import Fleet, FleetLimits, StartReplica
@@ -26,6 +30,7 @@ from rlhub.rollout_service.replica import Replica
 from rlhub.rollout_service.server import UpdateReport
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T", bound=Completion | Generated)
 
 MAX_SESSIONS = 1 << 16
 """Maximum number of sessions whose replica is remembered; beyond it the least recently used ones are routed again."""
@@ -33,8 +38,18 @@ CLOSE_S = 5.0
 """Time in seconds in which open requests fail when the service closes."""
 
 
+@dataclass(slots=True, frozen=True)
+class _Task(Generic[T]):
+    """A request and what sends it to a replica.  cost: see Replica.  streamed: continues where a dead replica stopped."""
+
+    session: str
+    cost: int
+    attempt: Callable[[Replica], Awaitable[T]]
+    streamed: StreamedRequest | None = None
+
+
 class Router:
-    """Routes requests to replicas.  It implements `EpisodeEngine` and lives on one event loop, on which all methods are called.
+    """Routes requests to replicas.  It implements `PlacingEngine` and lives on one event loop, on which all methods are called.
 
     retries: the maximum number of repetitions of a request whose replica died.  generate_s: maximum wait for a completion; a
     replica that needs longer hangs and is ended.  max_sessions: the number of sessions that are remembered.  own_weights: see
@@ -61,60 +76,75 @@ class Router:
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """Generates one completion.  Waits while no replica serves; raises the fleet's `failure` if none ever will again."""
-        return await self._tracked(request, params, follow, None)
-
-    async def _tracked(
-        self, request: GenerationRequest, params: SamplingParams, follow: Follow | None, pin: Pin | None
+    async def agenerate(
+        self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None, *, pin: Pin | None = None
     ) -> Completion:
+        """Generates one completion.  Waits while no replica serves; raises the fleet's `failure` if none ever will again.
+
+        pin: a view whose replica generates; None: any one.
+        """
+        request = replace(request, request_id=request.request_id or self._new_id())
+        streamed = StreamedRequest(request, params, follow) if follow is not None else None
+
+        async def attempt(replica: Replica) -> Completion:
+            if streamed is not None:
+                return streamed.whole(await self._generate_streaming(replica, streamed.again(), params, streamed))
+            found: Completion = await replica.actor.call("agenerate", request, params, deadline_s=self._generate_s)
+            return found
+
+        task = _Task(request.session, len(request.prompt_ids) + params.max_new_tokens, attempt, streamed)
+        return await self._tracked(task, pin)
+
+    async def aplace(self, generation: RemoteGeneration, *, pin: Pin | None = None) -> Generated:
+        """Chooses a replica, and lets the process of the episode generate there; waits and raises as `agenerate`."""
+        request_id = generation.request_id or self._new_id()
+
+        async def attempt(replica: Replica) -> Generated:
+            return await generation.send(replica.actor, request_id, self._generate_s)
+
+        return await self._tracked(_Task(generation.session, generation.cost, attempt), pin)
+
+    def _new_id(self) -> str:
+        return f"r{next(self._numbers)}"
+
+    async def _tracked(self, task: _Task[T], pin: Pin | None) -> T:
         self._num_running += 1
         self._idle.clear()
         try:
-            if not request.request_id:
-                request = replace(request, request_id=f"r{next(self._numbers)}")
-            streamed = StreamedRequest(request, params, follow) if follow is not None else None
-            return await self._with_retries(request, params, streamed, pin)
+            return await self._with_retries(task, pin)
         finally:
             self._num_running -= 1
             if not self._num_running:
                 self._idle.set()
 
-    async def _with_retries(
-        self, request: GenerationRequest, params: SamplingParams, streamed: StreamedRequest | None, pin: Pin | None
-    ) -> Completion:
+    async def _with_retries(self, task: _Task[T], pin: Pin | None) -> T:
         self.counts["requests"] += 1
         wasted_s = 0.0
         for attempt in itertools.count():
-            chosen = await self._choose(request.session) if pin is None else await pin.place()
+            chosen = await self._choose(task.session) if pin is None else await pin.place()
             started = time.monotonic()
             try:
-                completion = await self._generate(chosen, request, params, streamed)
+                found = await self._generate(chosen, task)
             except (WorkerDiedError, DeadlineError) as error:
                 self.fleet.lost(chosen, error)
                 wasted_s += time.monotonic() - started
                 if attempt >= self._retries:
                     raise
                 self.counts["retries"] += 1
-                if streamed is None:
+                if task.streamed is None:
                     continue
-                request, wasted_s = streamed.again(), 0.0
-                if (finished := streamed.finished()) is None:
+                wasted_s = 0.0
+                if (finished := task.streamed.finished()) is None:
                     continue
-                completion = finished
-            self._count(completion, wasted_s, time.monotonic() - started)
-            return completion
+                found = cast("T", finished)  # streamed, so a Completion
+            self._count(found, wasted_s, time.monotonic() - started)
+            return found
         raise AssertionError("unreachable")
 
-    async def _generate(
-        self, replica: Replica, request: GenerationRequest, params: SamplingParams, streamed: StreamedRequest | None
-    ) -> Completion:
-        cost = len(request.prompt_ids) + params.max_new_tokens
-        replica.begin(cost)
+    async def _generate(self, replica: Replica, task: _Task[T]) -> T:
+        replica.begin(task.cost)
         try:
-            if streamed is not None:
-                return streamed.whole(await self._generate_streaming(replica, request, params, streamed))
-            completion: Completion = await replica.actor.call("agenerate", request, params, deadline_s=self._generate_s)
+            return await task.attempt(replica)
         except (WorkerDiedError, DeadlineError):
             raise
         except WorkerError as error:
@@ -122,8 +152,7 @@ class Router:
                 raise WorkerDiedError(str(error), role=error.role, rank=error.rank, node=error.node) from error
             raise
         finally:
-            replica.end(cost)
-        return completion
+            replica.end(task.cost)
 
     async def _generate_streaming(
         self, replica: Replica, request: GenerationRequest, params: SamplingParams, streamed: StreamedRequest
@@ -142,10 +171,10 @@ class Router:
             generating.cancel()
             streaming.cancel()
 
-    def _count(self, completion: Completion, wasted_s: float, seconds: float) -> None:
+    def _count(self, found: Completion | Generated, wasted_s: float, seconds: float) -> None:
         """Counts the tokens of a request. lost_tokens is an estimate: the time of the failed attempts at the speed of the
         successful one."""
-        sampled = len(completion.token_ids)
+        sampled = found.num_tokens if isinstance(found, Generated) else len(found.token_ids)
         self.counts["tokens"] += sampled
         if wasted_s:
             self.counts["lost_tokens"] += min(sampled, round(sampled * wasted_s / max(seconds, 1e-6)))
@@ -268,7 +297,7 @@ async def _send_progress(replica: Replica, name: str, streamed: StreamedRequest)
 
 class Pin:
     """A view of the router that generates with one version.  It is an asynchronous context manager and implements
-    `EpisodeEngine`."""
+    `PlacingEngine`."""
 
     def __init__(self, router: Router, replica: Replica, version: int) -> None:
         self.version = version
@@ -278,7 +307,11 @@ class Pin:
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         """Generates one completion, whose tokens are all sampled by the pinned version."""
-        return await self._router._tracked(request, params, follow, self)
+        return await self._router.agenerate(request, params, follow, pin=self)
+
+    async def aplace(self, generation: RemoteGeneration) -> Generated:
+        """Lets the process of an episode generate with the pinned version."""
+        return await self._router.aplace(generation, pin=self)
 
     async def place(self) -> Replica:
         """Returns the pinned replica.  If it died, pins another one that has the version; raises EngineError if there is none."""

@@ -18,6 +18,8 @@ decorator.py, dispatch.py   `@register` (where arguments go, who runs, how long 
 resources.py, launch.py     the options of a run, and `launch`, which starts its workers under Ray or in this process
 async_actor.py              objects with `async def` methods in processes of their own, and the task runner over a pool of them
 placement.py                the nodes and GPUs of the rollout service's replicas
+world.py, replicated.py     the same groups where every rank runs the control flow (trainer.controller=multi): the processes that
+                            agree step by step, and calls of which each process runs its own share
 ray/                        the Ray backend, and the only place that imports Ray
 """
 

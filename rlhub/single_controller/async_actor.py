@@ -23,11 +23,23 @@ from rlhub.errors import ResourceError
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 
+class ActorConnection(Protocol):
+    """Calls an actor from one event loop."""
+
+    async def call(self, method: str, *args: Any, deadline_s: float | None = None, **kw: Any) -> Any:
+        """Does as AsyncActor.call."""
+        ...
+
+
 class ActorAddress(Protocol):
     """Calls an actor from another process than the one that started it; it can be sent there as an argument of a call."""
 
     def begin(self, method: str, *args: Any) -> Callable[[], Any]:
         """Starts a call; what it returns waits for the result.  That raises WorkerError, or WorkerDiedError."""
+        ...
+
+    def connect(self) -> ActorConnection:
+        """Returns a connection of the running event loop."""
         ...
 
 

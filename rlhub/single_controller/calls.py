@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
+import psutil
 from torch import Tensor
 
 from rlhub.errors import DeadlineError, WorkerDiedError
@@ -235,6 +236,14 @@ def grace_is_over(ends: float, has_lost: Callable[[], bool]) -> bool:
     """Returns whether to stop waiting for what explains a failure.  ends: the end of the grace, after which `has_lost` counts."""
     now = time.monotonic()
     return now >= ends and (now >= ends + UNREPORTED_S or not has_lost())
+
+
+def lives(pid: int) -> bool:
+    """Returns whether a process of this machine has not ended; one that its parent has not waited for yet has."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def cause_of(errors: Sequence[Exception]) -> Exception:

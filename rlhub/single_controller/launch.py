@@ -26,6 +26,7 @@ from rlhub.protocol import DataProto, DataProtoFuture
 from rlhub.single_controller.async_actor import AsyncActor
 from rlhub.single_controller.calls import CallObserver, PendingCall, Request, Watch, WorkerInfo
 from rlhub.single_controller.invoke import ActorObject, RankWorkers, RemoteError
+from rlhub.single_controller.replicated import launch_replicated
 from rlhub.single_controller.resources import AsyncActorOptions, Backend, LaunchOptions
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext, applied_env
 from rlhub.single_controller.worker_group import WorkerGroup
@@ -49,6 +50,8 @@ def launch(roles: Mapping[str, ClassWithInitArgs], options: LaunchOptions | None
         from rlhub.single_controller.ray.group import launch_ray  # here, for the local backend must not need Ray
 
         run = launch_ray(roles, options)
+    elif options.backend == "replicated":
+        run = launch_replicated(roles, options)
     else:
         raise _unknown(options.backend)
     for group in run.groups.values():
@@ -77,7 +80,7 @@ async def astart_async_actor(spec: ClassWithInitArgs, options: AsyncActorOptions
 
 
 def _unknown(backend: str) -> ConfigError:
-    return ConfigError(f"no backend {backend!r}; known: ray, local")
+    return ConfigError(f"no backend {backend!r}; known: ray, local, and for worker groups replicated")
 
 
 class Launched:
@@ -307,6 +310,9 @@ class LocalAsyncActor:
                 raise self._death(method) from None
 
         return wait
+
+    def connect(self) -> LocalAsyncActor:
+        return self
 
     async def until_ended(self) -> None:
         if not self._killed:

@@ -26,6 +26,7 @@ MAIN_POOL = "main"
 class LaunchOptions:
     """The options with which the workers of a run are started.
 
+    backend: "replicated" is that of a process that has joined a World, where every rank runs the control program.
     nnodes, ranks_per_node: the main pool, which has one process per rank for all roles that `placement` does not name.
     pools, placement: further pools by name with their ranks per node, and role -> pool for roles that live there.  Each pool
     has processes of its own, one per rank, and a rendezvous of its own; roles of one pool share its processes.
@@ -37,7 +38,7 @@ class LaunchOptions:
     plugins: modules that every worker imports before it is built.  worker_env: extra variables for the workers.
     """
 
-    backend: Backend = "ray"
+    backend: Backend | Literal["replicated"] = "ray"
     nnodes: int = 1
     ranks_per_node: int = 1
     pools: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -40,7 +40,7 @@ TRAINER = "trainer"
 
 BYTES_OUT, BYTES_IN, CALLS = "perf/driver_bytes_out", "perf/driver_bytes_in", "perf/driver_calls"
 BYTES_PROMPTS = "perf/driver_bytes_prompts"
-PROMPT_CALLS = ("generate_sequences", "begin_scoring")
+PROMPT_CALLS = ("generate_sequences", "begin_scoring", "take_prompt")
 """Methods that carry the data's columns: the tokens of prompts, and what a reward function reads beside responses."""
 
 MICROSECONDS = 1e6

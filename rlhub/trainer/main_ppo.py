@@ -19,6 +19,15 @@ DESCRIPTION = (
 
 
 def main(config: PPOConfig) -> int:
+    """Trains, here or on every rank, and returns the exit status."""
+    if config.trainer.controller == "single":
+        return fit(config)
+    from rlhub.trainer.launch import train_everywhere
+
+    return train_everywhere(config, fit)
+
+
+def fit(config: PPOConfig) -> int:
     """Builds the data and the trainer, trains, and returns the exit status (128 + signal when stopped by one)."""
     from rlhub.trainer.ppo.trainer import build_data, build_trainer
     from rlhub.trainer.training import train

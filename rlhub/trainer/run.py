@@ -396,18 +396,18 @@ class StopSignals:
 
     Before `defer`, while models are built and there is nothing to save, SIGINT raises KeyboardInterrupt and SIGTERM raises
     SystemExit.  A SIGINT after the first signal always raises KeyboardInterrupt.  The former handlers are restored on exit.
-    Outside the main thread, where Python allows no handlers, it does nothing.
+    Outside the main thread, where Python allows no handlers, it does nothing.  received: the first signal; None: none has come.
     """
 
     def __init__(self) -> None:
-        self._received: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         self._deferring = False
         self._former: dict[signal.Signals, Any] = {}
 
     @property
     def requested(self) -> bool:
         """True when a signal has come."""
-        return self._received is not None
+        return self.received is not None
 
     def defer(self) -> None:
         """Makes signals set `requested` from now on, instead of ending the process."""
@@ -416,7 +416,7 @@ class StopSignals:
     @property
     def exit_code(self) -> int:
         """The status with which the process should exit: 128 + the signal's number, or 0 when none came."""
-        return 0 if self._received is None else 128 + self._received.value
+        return 0 if self.received is None else 128 + self.received.value
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -430,10 +430,10 @@ class StopSignals:
         self._former.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._received is not None and number == signal.SIGINT:
+        if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._received = signal.Signals(number)
+        self.received = signal.Signals(number)
         if not self._deferring:
-            logger.warning("%s: stopping at once, there is nothing to save yet", self._received.name)
+            logger.warning("%s: stopping at once, there is nothing to save yet", self.received.name)
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(self.exit_code)
-        logger.warning("%s: stopping after this step; Ctrl-C again stops at once", self._received.name)
+        logger.warning("%s: stopping after this step; Ctrl-C again stops at once", self.received.name)

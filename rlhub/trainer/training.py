@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rlhub.checkpoint.store import Checkpoint
+from rlhub.checkpoint.store import Checkpoint, CheckpointStore
 from rlhub.config.rules.asynchronous import is_async
 from rlhub.config.rules.engines import ONLY_ROLE, Engine, engines
 from rlhub.config.schema import to_dict
@@ -26,11 +26,15 @@ from rlhub.config.sections.training import FSDPConfig, MegatronConfig, Section
 from rlhub.data.order import ResumableLoader
 from rlhub.errors import ClusterLostError, ConfigError
 from rlhub.models.shape import ModelShape, read_model_shape
+from rlhub.single_controller.world import World, current_world
+from rlhub.tracking.recorder import Recorder
+from rlhub.tracking.tracker import GenerationRow, Metrics, Status
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.sync_source import PROMPTS_IN_WORK, STREAMED
 from rlhub.trainer.ppo.worker_groups import ACTOR_ROLE, CRITIC_ROLE
 from rlhub.trainer.preflight.weights import check_model_weights
 from rlhub.trainer.run import Run
+from rlhub.utils import faults
 from rlhub.workers.base import HF_FOLDER
 
 logger = logging.getLogger(__name__)
@@ -88,10 +92,11 @@ def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) 
                 logger.warning(text)
             data.loader.load_state(checkpoint.state["loader"])  # raises where the position is one in other data
 
+    run_class = Run if current_world() is None else SharedRun
     resolved: dict[str, Any] = to_dict(config)
     record = {RESUME_RECORD: resume_record(config), EXTRAS: data.loader.extras_fingerprint}
     with ExitStack() as stack:
-        run = stack.enter_context(Run(config.trainer, resolved, data.total_steps, record=record, check=check))
+        run = stack.enter_context(run_class(config.trainer, resolved, data.total_steps, record=record, check=check))
         if run.already_finished:
             logger.warning(run.already_finished)
             return 0
@@ -105,6 +110,74 @@ def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) 
             raise
         logger.info("step %d of %d done; run folder %s, report %s", last, data.total_steps, run.folder.path, run.folder.report)
         return run.signals.exit_code
+
+
+class SharedRun(Run):
+    """The run on one of the ranks that all run the loop: rank 0 reads and writes the run folder, and the others follow it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        world = current_world()
+        assert world is not None, "it is made inside `joined`"
+        self.world = world
+        self.store = SharedStore(self.folder.path, world)
+
+    def __enter__(self) -> Run:
+        self.checkpoint = self.world.first(lambda: super(SharedRun, self).__enter__().checkpoint, "run.open")
+        if self.world.rank > 0:
+            self._plan_faults()
+            faults.install(faults.installed(), rank=self.world.rank)
+            self.signals.__enter__()
+            if self.checkpoint is not None and self._check is not None:
+                self._check(self.checkpoint)
+        return self
+
+    def start(self) -> None:
+        if self.world.rank == 0:
+            super().start()
+        else:
+            self.recorder = SilentRecorder(self.folder, self._info(), [])
+
+    @property
+    def stop_requested(self) -> bool:
+        """True when a signal has asked any rank to stop; every rank asks at the same point."""
+        received = [signal for signal in self.world.gather(self.signals.received, "run.stop") if signal is not None]
+        self.signals.received = received[0] if received else None
+        return bool(received)
+
+
+class SharedStore(CheckpointStore):
+    """The checkpoints as every rank uses them: rank 0 makes the folder, into which all write, and commits it."""
+
+    def __init__(self, root: Path, world: World) -> None:
+        super().__init__(root)
+        self.world = world
+
+    def begin(self, step: int) -> Path:
+        return self.world.first(lambda: super(SharedStore, self).begin(step), "checkpoint.begin")
+
+    def commit(self, *arguments: Any, **options: Any) -> Path:
+        """Commits on rank 0; the others go on meanwhile."""
+        return super().commit(*arguments, **options) if self.world.rank == 0 else self.folder(arguments[0])
+
+    def retain(self, *arguments: Any, **options: Any) -> list[int]:
+        return super().retain(*arguments, **options) if self.world.rank == 0 else []
+
+
+class SilentRecorder(Recorder):
+    """Records nothing: rank 0 does."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        return
+
+    def log_generations(self, step: int, split: str, rows: Sequence[GenerationRow]) -> None:
+        return
+
+    def phase(self, name: str) -> None:
+        return
+
+    def finish(self, status: Status, message: str = "", *, report: bool = True) -> None:
+        return
 
 
 def resume_record(config: TrainingConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Memory that several processes of one machine map.
 
 A segment is a file under /dev/shm.  Its name is needed only until all processes have opened it.  Its creator removes the name
-then, so that nothing stays behind however the processes end.
+then, so that nothing stays behind however the processes end.  Processes of environments import this module: it loads no torch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import os
 import secrets
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 SHARED = Path("/dev/shm")
 
@@ -22,8 +21,8 @@ def new_segment_path() -> Path:
     return SHARED / f"rlhub-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def open_segment(path: Path, *, create_bytes: int = 0) -> Tensor | None:
-    """Returns the segment as bytes that all processes share which open it.
+def open_segment(path: Path, *, create_bytes: int = 0) -> np.ndarray | None:
+    """Returns the segment as bytes, (size,) uint8, that all processes share which open it.
 
     create_bytes: the size of a segment to create, with all its memory allocated; 0 opens an existing one.  Returns None if the
     machine refuses: there is no such file, or too little memory (containers often have 64 MiB).
@@ -38,4 +37,4 @@ def open_segment(path: Path, *, create_bytes: int = 0) -> Tensor | None:
             os.close(descriptor)
     except OSError:
         return None
-    return torch.frombuffer(mapped, dtype=torch.uint8)
+    return np.frombuffer(mapped, dtype=np.uint8)

@@ -1,6 +1,6 @@
 """What a step costs its driver, with batches that travel and with batches by reference, in one run.
 
-    python scripts/bench/controllers.py [--ranks 64 256 1024] [--repeats 5]
+    python scripts/bench/controllers.py [--ranks 64 256 1024] [--repeats 5] [--launcher 8 16 32]
 
 Each rank has 16 rows of 512 + 512 tokens.  The functions are those of a step of GRPO with a reference model; the ranks are not
 there: their results were pickled before the clock starts, and what is sent to them is pickled and counted.  Prompts go out alike
@@ -11,11 +11,17 @@ in both and are left out, and so is the arithmetic of rewards and advantages.
 
 CPU s and MiB are of the driver, medians; `arrange` is within CPU s.  The last table moves 512 rows of which one is 32 times as
 long as the others: bytes of the exchange beside those of the tokens that change rank, and of the same rows padded to the longest.
+
+--launcher adds the CPU time of the process that starts the ranks over 20 steps of a second, for so many Ray actors that sleep:
+with one driver, which makes five calls a rank and step, and with the loop on every rank, where it makes one call a rank in all
+and waits: that call and its result are the start and end of the run, and are left out.  The last line has 1,024 ranks, 128 in
+each of 8 actors, in the second way: the calls are real, the processes are not.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import pickle
 import statistics
@@ -227,10 +233,67 @@ def long_tail(num_rows: int = 512, num_ranks: int = 8, mean: int = 256, longest:
     return f"| {num_rows} | {changing.sum()} | {exact / MIB:.3f} | {total / MIB:.3f} | {total / exact:.4f} | {padded / MIB:.1f} |"
 
 
+LAUNCHED_STEPS, STEP_S, CALLS_A_STEP, FAKE_RANKS, FAKE_PROCESSES = 20, 1.0, 5, 1024, 8
+
+
+def launcher(num_ranks: int, num_processes: int, *, calls_a_step: int) -> tuple[int, float]:
+    """Returns the calls that the launcher makes, and its CPU seconds in all steps.  calls_a_step: 0: one call for all steps; what
+    it takes to send it and to read the results is left out."""
+    import ray
+
+    from rlhub.single_controller.calls import Deadline, WorkerInfo
+    from rlhub.single_controller.ray.pending import Gather
+
+    class Sleeper:
+        async def work(self, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+
+    remote = ray.remote(Sleeper).options(num_cpus=0, max_concurrency=2 * num_ranks // num_processes)
+    actors = [remote.remote() for _ in range(num_processes)]
+    workers = {rank: WorkerInfo(rank=rank, node="127.0.0.1", pid=0) for rank in range(num_ranks)}
+    num_calls = 0
+
+    def call(seconds: float) -> None:
+        nonlocal num_calls
+        references = {rank: actors[rank % num_processes].work.remote(seconds) for rank in workers}
+        num_calls += len(references)
+        Gather("loop", "train", references, workers, Deadline(seconds=600.0), lambda: None).wait()
+
+    call(0.0)
+    num_calls, start = 0, time.process_time()
+    if calls_a_step == 0:
+        call(0.0)  # what it takes to send the calls and to read their results
+        num_calls, start = 0, start + 2 * (time.process_time() - start)
+        call(LAUNCHED_STEPS * STEP_S)
+    for _ in range(LAUNCHED_STEPS * calls_a_step):
+        call(STEP_S / calls_a_step)
+    cpu_s = time.process_time() - start
+    for actor in actors:
+        ray.kill(actor)
+    return num_calls, cpu_s
+
+
+def launcher_table(counts: Sequence[int]) -> str:
+    """Lines for so many actors, and the last for many ranks."""
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1", logging_level="ERROR")
+    try:
+        lines = []
+        for num_ranks in counts:
+            single, multi = (launcher(num_ranks, num_ranks, calls_a_step=calls) for calls in (CALLS_A_STEP, 0))
+            lines.append(f"| {num_ranks} | {single[0]} | {single[1]:.3f} | {multi[0]} | {multi[1]:.3f} |")
+        fake = launcher(FAKE_RANKS, FAKE_PROCESSES, calls_a_step=0)
+        return "\n".join([*lines, f"| {FAKE_RANKS} in {FAKE_PROCESSES} | | | {fake[0]} | {fake[1]:.3f} |"])
+    finally:
+        ray.shutdown()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--launcher", type=int, nargs="*", default=None, metavar="ACTORS")
     options = parser.parse_args()
     write = sys.stdout.write
     write("| ranks | rows x tokens | today CPU s | MiB | reference CPU s | of it arrange | MiB | CPU ratio | MiB ratio |\n")
@@ -242,6 +305,9 @@ def main() -> None:
         "\n| rows | that change rank | MiB of their tokens | MiB sent | ratio | MiB padded |\n|---:|---:|---:|---:|---:|---:|\n"
     )
     write(long_tail() + "\n")
+    if options.launcher is not None:
+        write("\n| ranks | calls, one driver | CPU s | calls, loop on every rank | CPU s |\n|---:|---:|---:|---:|---:|\n")
+        write(launcher_table(options.launcher) + "\n")
 
 
 if __name__ == "__main__":

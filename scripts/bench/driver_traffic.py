@@ -3,9 +3,11 @@
     python scripts/bench/driver_traffic.py [--rows 256] [--prompt 512] [--response 512] [--ranks 2] [--only reference]
     python scripts/bench/driver_traffic.py --rows 4096 --prompt 1024 --response 1024 --steps 1     # the driver's memory
     python scripts/bench/driver_traffic.py --rows 64 --prompt 64 --response 64 --steps 200 --only reference       # what is kept
+    python scripts/bench/driver_traffic.py --schedule async [...]                   # episodes on the rollout service
 
 Each row of the table is a whole job of GRPO with a KL loss through Ray: a tiny policy, prompts and responses of full length,
-eight samples a prompt, the fake rollout engine.  Counted are, of the second step, or the only one:
+eight samples a prompt, the fake rollout engine.  Counted are, of the second step, or the only one, and of the time since the
+step before:
 
   bytes out, in      the step's metrics perf/driver_bytes_*, prompts apart
   pickled out, in    bytes that Ray serialises in the driver's process and deserialises there, arguments of calls included
@@ -43,6 +45,8 @@ SAMPLES, MEASURED_STEP = 8, 2
 SETTLED_STEP, LONG_RUN = 50, 100
 BYTES_A_ROW, BYTES_A_STEP, GROWTH_MIB, RANKS_GROWTH = 200, 128 * 1024, 50, 0.05
 MIB = 2**20
+SCHEDULES = ("sync", "async")
+ASYNCHRONOUS = ("actor_rollout_ref.rollout.mode=async", "trainer.max_staleness=0")
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(len(solution_str) % 7)
@@ -97,6 +101,7 @@ def settings(folder: Path, mode: str, options: argparse.Namespace) -> list[str]:
         "trainer.total_epochs=100",
         "trainer.logger=[]",
         f"trainer.default_local_dir={folder / mode}",
+        *(ASYNCHRONOUS if options.schedule == "async" else ()),
     ]
 
 
@@ -104,6 +109,9 @@ class Pickled:
     """Counts what Ray serialises and deserialises in this process."""
 
     def __init__(self) -> None:
+        self.out = self.into = 0
+
+    def reset(self) -> None:
         self.out = self.into = 0
 
     @contextmanager
@@ -164,13 +172,13 @@ def measure(arguments: list[str]) -> dict[str, float]:
 
     config = prepare(PPOConfig, "ppo", arguments)
     data, take_step, found = build_data(config), TrainingStep.__call__, {"kept": 0.0, "ranks_growth": 0.0}
-    memory, settled = Memory(), {}
+    memory, settled, pickled = Memory(), {}, Pickled()
 
     def measured(self: TrainingStep, step: int, prompts: Iterator[Any]) -> dict[str, float]:
         memory.begin()
-        pickled = Pickled()
-        with pickled.counting():
-            metrics = take_step(self, step, prompts)
+        if step == 1:
+            pickled.reset()
+        metrics = take_step(self, step, prompts)
         if step <= MEASURED_STEP:
             found.update(pickled_out=pickled.out, pickled_in=pickled.into)
         found["kept"] = max(found["kept"], sum(self.actor.stored_bytes()))
@@ -179,9 +187,10 @@ def measure(arguments: list[str]) -> dict[str, float]:
             settled.update(ranks)
         elif step == config.trainer.total_training_steps and step >= LONG_RUN:
             found["ranks_growth"] = max(ranks[pid] / settled[pid] - 1 for pid in ranks)
+        pickled.reset()
         return metrics
 
-    with ExitStack() as stack, patch.object(TrainingStep, "__call__", measured):
+    with ExitStack() as stack, pickled.counting(), patch.object(TrainingStep, "__call__", measured):
         run = stack.enter_context(Run(config.trainer, to_dict(config), data.total_steps))
         trainer = build_trainer(config, data, run, stack)
         run.start()
@@ -209,7 +218,7 @@ def run_job(folder: Path, mode: str, options: argparse.Namespace) -> dict[str, f
 
 def report(mode: str, found: dict[str, float], rows: int) -> bool:
     """Prints a line of the table; returns whether the bounds are kept."""
-    prompts = found["perf/driver_bytes_prompts"]
+    prompts = found.get("perf/driver_bytes_prompts", 0.0)
     out, into = found["perf/driver_bytes_out"] - prompts, found["perf/driver_bytes_in"]
     growth = found["growth"] / MIB
     sys.stdout.write(
@@ -230,9 +239,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("rows", 256), ("prompt", 512), ("response", 512), ("ranks", 2), ("steps", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--schedule", choices=SCHEDULES, default="sync")
     parser.add_argument("--only", choices=MODES)
     options = parser.parse_args()
-    sys.stdout.write(f"{options.rows} rows of {options.prompt} + {options.response} tokens, {options.ranks} ranks\n")
+    sys.stdout.write(
+        f"{options.rows} rows of {options.prompt} + {options.response} tokens, {options.ranks} ranks, {options.schedule}\n"
+    )
     sys.stdout.write(
         f"{'batches':<10} {'bytes out':>12} {'bytes in':>12} {'a row':>10} {'prompts':>12} {'pickled out':>14} "
         f"{'pickled in':>14} {'calls':>6} {'MiB more':>8} {'kept':>6} {'ranks +%':>8} {'s':>6}\n"

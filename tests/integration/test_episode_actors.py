@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from rlhub.agents.remote.episode_actor import EpisodeActorSettings, WorkflowKey
 from rlhub.agents.remote.workflow import EpisodeActorOptions, EpisodeActors, RemoteWorkflow, episode_actor_starter
 from rlhub.agents.trajectory import Trajectory
-from rlhub.agents.workflows.base import EpisodeData, WorkflowParts
+from rlhub.agents.workflows.base import EpisodeData
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.models.tokenizer import load_tokenizer
+from rlhub.rewards.pool import RewardFunction
 from tests.support.chat_model import save_chat_model
 from tests.support.episodes import parts
 from tests.support.processes import all_end
@@ -87,18 +87,23 @@ def expected(seed: int) -> Trajectory:
     )
 
 
-async def length(row: object, text: str) -> tuple[float, dict[str, float]]:
-    return float(len(text)), {}
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(len(solution_str))
+"""
+ROW = {"data_source": "", "ground_truth": "", "extra_info": None}
 
 
 def test_episodes_run_elsewhere_and_none_is_lost_with_its_host(ray_cluster: None, tmp_path: Path) -> None:
     (tmp_path / "where.py").write_text(WORKFLOW)
+    (tmp_path / "reward.py").write_text(REWARD)
     settings = EpisodeActorSettings(
         tokenizer=str,
         samplings={"training": SamplingParams(max_new_tokens=2)},
         max_prompt_length=8,
         max_response_length=2,
         folder=str(tmp_path),
+        reward=RewardFunction(target=f"{tmp_path / 'reward.py'}:compute_score", num_workers=1),
     )
     starter = episode_actor_starter(settings, EpisodeActorOptions(log_dir=str(tmp_path / "logs")))
     pids: set[int] = set()
@@ -107,11 +112,10 @@ def test_episodes_run_elsewhere_and_none_is_lost_with_its_host(ray_cluster: None
         pool, gate = EpisodeActors(starter, 2, restarts=0), Gate()
         await pool.start()
         try:
-            own: WorkflowParts = replace(parts(), score=length)
-            workflow = RemoteWorkflow(own, WorkflowKey("training", "where.py:Where"), pool)
+            workflow = RemoteWorkflow(parts(), WorkflowKey("training", "where.py:Where"), pool)
             episodes = [
                 asyncio.create_task(
-                    workflow.arun_episode(gate, EpisodeData(prompt_ids=(5, 6), ordinal=seed, sample=0, seed=seed))
+                    workflow.arun_episode(gate, EpisodeData(prompt_ids=(5, 6), ordinal=seed, sample=0, seed=seed, row=ROW))
                 )
                 for seed in range(NUM_EPISODES)
             ]

@@ -126,6 +126,20 @@ def test_ranks_of_one_shard_share_a_part(run: Launched) -> None:
     assert stored(run) == 0, "copies are dropped as well"
 
 
+def test_an_exchange_waits_for_no_group_that_forgets_its_copies(run: Launched) -> None:
+    """The control is a call that does wait for the group."""
+    rollout, actor, critic = run.groups["rollout"], run.groups["actor"], run.groups["critic"]
+    whole, ref = rows_of(rollout, "copied", np.arange(16)[::-1].copy())
+    critic.read(ref)
+    assert sum(critic.stored_bytes()) > 0
+    busy = critic.rest.submit(2.0)
+    moved = actor.exchange(ref, "actor")
+    assert not busy.done(), "the exchange was over first"
+    assert sum(critic.stored_bytes()) == 0 and busy.done()
+    assert same_batch(actor.read(moved), whole)
+    actor.drop(moved)
+
+
 @pytest.mark.parametrize("role", ["critic", "pair"])
 def test_rows_go_to_other_processes_and_results_come_back(run: Launched, role: str) -> None:
     rollout, actor, other = run.groups["rollout"], run.groups["actor"], run.groups[role]

@@ -59,6 +59,7 @@ MEANINGS: dict[tuple[str, str], str] = {
     ("config/load.py", "megatron"): "the section's name",
     ("models/megatron/checks.py", "megatron"): "the section's name",
     **{("config/sections/training.py", name): "which section belongs to the engine" for name in ("fsdp", "fsdp2", "megatron")},
+    **{(f"envs/vector/{name}.py", "exact"): "a kind of state" for name in ("base", "lockstep", "reach_color")},
     ("models/megatron/compat.py", "wandb"): "a Python package that megatron imports",
     ("single_controller/ray/cluster.py", "wandb"): "the folder that package writes to",
     ("tracking/metrics_log.py", "kl"): "a column's heading",

@@ -27,7 +27,7 @@ UNLIMITED = 1 << 20
 queue behind them."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PooledActor:
     """An actor of a pool.  home: the name of this one process; an actor that replaces it has another.  episodes: the number of
     episodes that it serves.  places: how many of them occupy a place of each limited kind."""

@@ -1,8 +1,10 @@
 """EpisodeActor, the object of an AsyncActor: runs the episodes' own code (tools, tokenizing, environments) in its process.
 
-Generation, scoring and environment actors stay with the driver.  The driver fetches the requests of an episode with
-`next_message` and sends each response with `respond`; until then the episode waits for it.  An episode may have several open
-requests.
+The driver fetches the requests of an episode with `next_message` and sends each response with `respond`; until then the episode
+waits for it.  An episode may have several open requests.  Environment actors stay with the driver.  For a generation the driver
+only chooses the replica (`generate_at`): this process sends it the request and gets the tokens.  The reward function scores turns
+and finished episodes here.  So neither tokens nor texts pass through the driver, but those that are followed while they are
+sampled.
 """
 
 from __future__ import annotations
@@ -10,18 +12,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhub.agents.partials import join
 from rlhub.agents.remote.environment_requests import DriverEnvironmentSource, EnvironmentRequest
 from rlhub.agents.remote.trajectory_store import TrajectoryStore
-from rlhub.agents.trajectory import Sampled, Trajectory
+from rlhub.agents.trajectory import FinishReason, Trajectory, TrajectoryRef
 from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
-from rlhub.errors import RlhubError, WorkflowError
+from rlhub.errors import DeadlineError, RlhubError, WorkerError, WorkflowError
+from rlhub.rewards.pool import RewardFunction
+from rlhub.rewards.rows import PackedOutcomes, RowScorer, no_turn_scores, pack_outcomes
 from rlhub.utils.aio.results import Reject
+
+if TYPE_CHECKING:
+    from rlhub.single_controller.async_actor import ActorAddress, ActorConnection
 
 
 class WorkflowKey(NamedTuple):
@@ -39,8 +47,8 @@ class EpisodeActorSettings:
     tokenizer: a function that builds it.  samplings: the sampling parameters by purpose.  kwargs: the workflows' own settings.
     folder: the driver's working directory, to which relative paths in settings and names refer; "" stays in the process's own.
     lends_environments: the driver leases environments to the episodes; if False, each workflow runs its own in the actor.
-    vocab_size: token ids from it on are refused where tokens stay in the actor; None: all are taken.  decodes: those that the
-    workflow has not scored come to the driver with their text, to be scored there.
+    vocab_size: token ids from it on are refused where tokens stay in the actor; None: all are taken.  reward: the function that
+    judges each response alone, with the actor's share of its processes; None: there is none.
     """
 
     tokenizer: Callable[[], Any]
@@ -51,7 +59,7 @@ class EpisodeActorSettings:
     folder: str = ""
     lends_environments: bool = False
     vocab_size: int | None = None
-    decodes: bool = False
+    reward: RewardFunction | None = None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -65,13 +73,13 @@ class CompletionRequest:
     followed: bool = False
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class ScoreRequest:
-    """A request for a score; the response is that of `agents.workflows.base.Score`."""
+class PlaceRequest(NamedTuple):
+    """A request for a replica to generate at; there is no response but `generate_at`, unless the generation is aborted.  cost:
+    see RemoteGeneration.  session: for sticky routing, "" for that of the episode."""
 
     number: int
-    row: Mapping[str, Any]
-    text: str
+    cost: int
+    session: str
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -83,16 +91,20 @@ class RequestCancelled:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EpisodeEnded:
-    """The last message of an episode.  rejected: the reason if it raised Reject."""
+    """The last message of an episode whose tokens do not stay here; else that is a TrajectoryRef.  rejected: the reason if it
+    raised Reject."""
 
-    trajectory: Sampled | None = None
+    trajectory: Trajectory | None = None
     rejected: str | None = None
 
 
-Message = CompletionRequest | ScoreRequest | EnvironmentRequest | RequestCancelled | EpisodeEnded
+Message = CompletionRequest | PlaceRequest | EnvironmentRequest | RequestCancelled | EpisodeEnded | TrajectoryRef
+
+SentMessage = CompletionRequest | tuple[int, int, str] | EnvironmentRequest | RequestCancelled | EpisodeEnded | TrajectoryRef
+"""A Message on its way; a PlaceRequest is a tuple, because the name of its class is longer than all else in it."""
 
 _CURRENT: ContextVar[_Episode] = ContextVar("rlhub_episode")
-"""The episode that the running code belongs to.  All episodes of a workflow share its parts, and so the same `score` function."""
+"""The episode that the running code belongs to.  All episodes of a workflow share its parts, and so the same environments."""
 
 
 class EpisodeActor:
@@ -105,29 +117,73 @@ class EpisodeActor:
         self._tokenizer = settings.tokenizer()
         self._workflows: dict[WorkflowKey, RolloutWorkflow] = {}
         self._episodes: dict[str, _Episode] = {}
+        self._prompts: dict[int, _Prompt] = {}
+        self._replicas: dict[int, ActorConnection] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        decoder = self._tokenizer if settings.decodes else None
-        self._kept = TrajectoryStore("", vocab_size=settings.vocab_size, tokenizer=decoder)
+        self._kept = TrajectoryStore("", vocab_size=settings.vocab_size)
+        self._scorer = None if settings.reward is None else RowScorer(settings.reward.pool(), self._tokenizer)
 
-    async def begin(self, session: str, workflow: WorkflowKey, data: EpisodeData, keep: bool = False) -> None:
-        """Starts an episode.  keep: its tokens stay here, under the name of the session, and the driver gets a TrajectoryRef."""
+    async def take_prompt(
+        self, number: int, workflow: tuple[str, str], prompt_ids: tuple[int, ...], row: Mapping[str, Any]
+    ) -> None:
+        """Takes a prompt, once for all of its episodes, and the key of the workflow that runs them."""
+        self._prompts[number] = _Prompt(WorkflowKey(*workflow), prompt_ids, row)
+
+    async def forget_prompt(self, number: int) -> None:
+        """Forgets a prompt: none of its episodes runs here any more."""
+        self._prompts.pop(number, None)
+
+    async def take_replica(self, number: int, address: ActorAddress) -> None:
+        """Takes the address of a replica, which `generate_at` names by this number."""
+        self._replicas[number] = address.connect()
+
+    async def begin(self, session: str, prompt: int, episode: EpisodeStart) -> SentMessage:
+        """Starts an episode of a prompt that `take_prompt` has brought, and returns its first message as `next_message` does."""
         if session in self._episodes:
             raise WorkflowError(f"session {session} runs already: give every run of an episode a name of its own")
-        episode = self._episodes[session] = _Episode()
-        episode.task = asyncio.create_task(self._run(episode, workflow, data, session if keep else ""))
+        workflow, prompt_ids, row = self._prompts[prompt]
+        ordinal, sample, seed, partial, keep, direct = episode
+        data = EpisodeData(prompt_ids=prompt_ids, ordinal=ordinal, sample=sample, seed=seed, row=row, partial=partial)
+        begun = self._episodes[session] = _Episode(data, direct=direct)
+        begun.task = asyncio.create_task(self._run(begun, workflow, data, session if keep else ""))
+        return await self.next_message(session)
 
-    async def next_message(self, session: str) -> Message:
+    async def next_message(self, session: str) -> SentMessage:
         """Waits for the next message of the episode and returns it, in order.  Raises the episode's error; the session ends with
         it."""
         episode = self._episodes.get(session)
         if episode is None:
             raise WorkflowError(f"no session {session} runs here: it has ended or was cancelled")
         message = await episode.messages.get()
-        if isinstance(message, EpisodeEnded | Exception):
+        if isinstance(message, EpisodeEnded | TrajectoryRef | Exception):
             self._episodes.pop(session, None)
         if isinstance(message, Exception):
             raise message
-        return message
+        return (message.number, message.cost, message.session) if isinstance(message, PlaceRequest) else message
+
+    async def generate_at(
+        self, session: str, number: int, replica: int, request_id: str, deadline_s: float | None
+    ) -> tuple[int, FinishReason] | RlhubError:
+        """Generates at a replica for request `number`, after the tokens that it has; returns how many more tokens there are, and
+        why these ended, or the error of the replica.  The episode gets its completion, unless that is aborted: then the driver
+        calls again, or responds."""
+        episode = self._episodes.get(session)
+        generation = episode.generations.get(number) if episode is not None else None
+        if episode is None or generation is None:
+            raise WorkflowError(f"session {session} does not wait for generation {number}")
+        try:
+            call = self._replicas[replica].call
+            part: Completion = await call("agenerate", generation.next(request_id), generation.params, deadline_s=deadline_s)
+        except (WorkerError, DeadlineError) as error:
+            return error
+        generation.done = join(generation.done, part)
+        if part.finish_reason != "abort":
+            episode.settle(number, None, None)
+        return len(part.token_ids), part.finish_reason
+
+    async def written(self, session: str) -> Completion | None:
+        """Returns the tokens of the episode's first generation so far, for a checkpoint; None for an episode that has ended."""
+        return self._episodes[session].written() if session in self._episodes else None
 
     async def respond(self, session: str, number: int, value: Any) -> None:
         """Passes the response to request `number` to the episode.  A response that nothing waits for is ignored."""
@@ -159,6 +215,11 @@ class EpisodeActor:
         """Calls a method of the store that has the tokens of finished episodes."""
         return await asyncio.to_thread(getattr(self._kept, method), *args)
 
+    async def score(self, keys: Sequence[str], prompt: Mapping[str, Any]) -> PackedOutcomes:
+        """Scores finished episodes of a prompt by the reward function, and returns their outcomes in the order of the keys."""
+        assert self._scorer is not None, "the driver asks only where there is a function"
+        return pack_outcomes(await self._scorer.score(prompt, self._kept.responses(keys)))
+
     async def close(self) -> None:
         """Cancels all episodes and closes their workflows."""
         for session in list(self._episodes):
@@ -166,15 +227,19 @@ class EpisodeActor:
         await asyncio.gather(*self._leaving, return_exceptions=True)
         await asyncio.gather(*(workflow.aclose() for workflow in self._workflows.values()))
         self._workflows.clear()
+        if self._scorer is not None:
+            self._scorer.close()
 
     async def _run(self, episode: _Episode, key: WorkflowKey, data: EpisodeData, kept_as: str) -> None:
         _CURRENT.set(episode)
-        end: EpisodeEnded | Exception
+        end: EpisodeEnded | TrajectoryRef | Exception
         try:
             trajectory = await self._workflow(key).arun_episode(episode, data)
             if kept_as and isinstance(trajectory, Trajectory) and not episode.unwanted:
-                trajectory = self._kept.keep(kept_as, trajectory)
-            end = EpisodeEnded(trajectory=trajectory)
+                end = self._kept.keep(kept_as, trajectory)
+            else:
+                assert not isinstance(trajectory, TrajectoryRef), "only the store makes these"
+                end = EpisodeEnded(trajectory=trajectory)
         except Reject as reason:
             end = EpisodeEnded(rejected=str(reason))
         except asyncio.CancelledError:
@@ -193,7 +258,7 @@ class EpisodeActor:
                 sampling=settings.samplings[key.purpose],
                 max_prompt_length=settings.max_prompt_length,
                 max_response_length=settings.max_response_length,
-                score=_score,
+                score=no_turn_scores if self._scorer is None else self._scorer.score_text,
                 kwargs=settings.kwargs,
                 environments=DriverEnvironmentSource(_current) if settings.lends_environments else None,
             )
@@ -201,10 +266,41 @@ class EpisodeActor:
         return self._workflows[key]
 
 
-class _Episode:
-    """One running episode, and the engine that its code calls."""
+EpisodeStart = tuple[int, int, int, Completion | None, bool, bool]
+"""Ordinal, sample, seed and partial of EpisodeData; whether the tokens stay in the actor under the name of the session, so that
+the driver gets a TrajectoryRef; and whether generations go to replicas directly.  A tuple, because names double its size."""
 
-    def __init__(self) -> None:
+
+class _Prompt(NamedTuple):
+    workflow: WorkflowKey
+    prompt_ids: tuple[int, ...]
+    row: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _Generation:
+    """A generation that goes to replicas directly.  before: the tokens of a stopped run that it continues; done: those since."""
+
+    request: GenerationRequest
+    params: SamplingParams
+    before: Completion | None = None
+    done: Completion | None = None
+
+    def next(self, request_id: str) -> GenerationRequest:
+        """Returns the request that continues after the tokens so far."""
+        tokens = [] if self.done is None else self.done.token_ids
+        first = self.request
+        prompt_ids = [*first.prompt_ids, *tokens] if tokens else first.prompt_ids
+        return replace(first, prompt_ids=prompt_ids, request_id=request_id, start=first.start + len(tokens))
+
+
+class _Episode:
+    """One running episode, and the engine that its code calls.  direct: it generates at replicas that the driver chooses."""
+
+    def __init__(self, data: EpisodeData, *, direct: bool) -> None:
+        self._data, self._direct = data, direct
+        self.generations: dict[int, _Generation] = {}
+        self._first: _Generation | None = None
         self.messages: asyncio.Queue[Message | Exception] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
         self.unwanted = False
@@ -213,7 +309,9 @@ class _Episode:
         self._numbers = itertools.count()
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """Generates with the driver's engine."""
+        """Generates with the driver's engine, or at a replica that this chooses."""
+        if self._direct and follow is None:
+            return await self._generate_directly(request, params)
         asked = CompletionRequest(number=next(self._numbers), request=request, params=params, followed=follow is not None)
         if follow is not None:
             self._following[asked.number] = follow
@@ -222,6 +320,29 @@ class _Episode:
         finally:
             self._following.pop(asked.number, None)
         return completion
+
+    async def _generate_directly(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+        generation, partial = _Generation(request, params), self._data.partial
+        if self._first is None and (partial is None or partial.finish_reason == "abort"):
+            self._first = generation
+            generation.before = partial if request.start else None
+        cost = len(request.prompt_ids) + params.max_new_tokens
+        session = "" if request.session == self._data.session else request.session
+        asked = PlaceRequest(next(self._numbers), cost, session)
+        self.generations[asked.number] = generation
+        try:
+            await self._send(asked)
+        finally:
+            del self.generations[asked.number]
+        assert generation.done is not None, "settled after its last part"
+        return generation.done
+
+    def written(self) -> Completion | None:
+        """Returns the tokens of the first generation so far, those of a stopped run included."""
+        if self._first is None:
+            return self._data.partial
+        before, done = self._first.before, self._first.done
+        return before if done is None else join(before, done)
 
     def report_progress(self, number: int, progress: Progress) -> None:
         """Passes tokens to the follower of this request, unless its completion has already arrived."""
@@ -233,12 +354,6 @@ class _Episode:
         except Exception as error:  # noqa: BLE001  the follower's own code: its error is that of its request
             waiting.set_exception(error)
             self.messages.put_nowait(RequestCancelled(number=number))
-
-    async def score(self, row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-        """Scores with the driver's reward function."""
-        number = next(self._numbers)
-        found: tuple[float, dict[str, float]] = await self._send(ScoreRequest(number=number, row=row, text=text))
-        return found
 
     async def call_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any:
         """Calls a method of one of the driver's environments."""
@@ -258,7 +373,7 @@ class _Episode:
         else:
             waiting.set_exception(error)
 
-    async def _send(self, request: CompletionRequest | ScoreRequest | EnvironmentRequest) -> Any:
+    async def _send(self, request: CompletionRequest | PlaceRequest | EnvironmentRequest) -> Any:
         answer = self._open[request.number] = asyncio.get_running_loop().create_future()
         self.messages.put_nowait(request)
         try:
@@ -270,17 +385,11 @@ class _Episode:
             del self._open[request.number]
 
 
-async def _score(row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-    """Scores for the episode that the running code belongs to; it is `WorkflowParts.score` in the actor."""
-    return await _current().score(row, text)
-
-
 def _current() -> _Episode:
     """Returns the episode that the running code belongs to.  Raises WorkflowError outside of an episode."""
     episode = _CURRENT.get(None)
     if episode is None:
         raise WorkflowError(
-            "a score or an environment was asked for by code that belongs to no episode: use the workflow's parts within "
-            "arun_episode"
+            "an environment was asked for by code that belongs to no episode: use the workflow's parts within arun_episode"
         )
     return episode

@@ -18,15 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from rlhub.agents.remote.actor_pool import PooledActor
+from rlhub.agents.remote.actor_pool import PooledActor, own_error
 from rlhub.agents.remote.trajectory_store import RowRequest, TrajectoryStore, trajectories_of, wide_names
 from rlhub.agents.remote.workflow import EpisodeActors, RemoteWorkflow
 from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.checkpoint.files import FileEntry
-from rlhub.errors import ConfigError, HolderLostError, RegistryError, WorkerDiedError
+from rlhub.errors import ConfigError, HolderLostError, RegistryError, WorkerDiedError, WorkerError
 from rlhub.protocol import DataProto
 from rlhub.protocol.exchange import RowSource
+from rlhub.rewards import RewardOutcome
+from rlhub.rewards.rows import REWARD_FIELDS, RowScorer, unpack_outcomes
 from rlhub.single_controller.async_actor import ActorAddress
 
 logger = logging.getLogger(__name__)
@@ -38,11 +40,11 @@ _RESUMED = "resumed/"
 
 
 class Holders:
-    """See the module docstring.  actors: None where all episodes run in the driver.  counts: rows dropped and lost."""
+    """See the module docstring.  actors: None where all episodes run in the driver.  scorer: scores the driver's own rows."""
 
-    def __init__(self, actors: EpisodeActors | None, *, vocab_size: int | None = None, tokenizer: Any = None) -> None:
-        self.actors = actors
-        self.own = TrajectoryStore(DRIVER, vocab_size=vocab_size, tokenizer=tokenizer)
+    def __init__(self, actors: EpisodeActors | None, *, vocab_size: int | None = None, scorer: RowScorer | None = None) -> None:
+        self.actors, self._scorer = actors, scorer
+        self.own = TrajectoryStore(DRIVER, vocab_size=vocab_size)
         self.num_dropped = 0
         self._dropping: defaultdict[str, list[str]] = defaultdict(list)
         self._saving = False
@@ -69,6 +71,30 @@ class Holders:
             else:
                 found.append((ActorRows(home, self._member(home).actor.address, request), places))
         return found
+
+    async def score(self, rows: Sequence[TrajectoryRef], prompt: Mapping[str, Any]) -> list[RewardOutcome]:
+        """Lets each process score its rows, which are samples of one prompt; returns their outcomes in order.
+
+        prompt: its columns of the data.  Raises HolderLostError, and what the scoring raises.
+        """
+        fields, parts = {name: prompt[name] for name in REWARD_FIELDS}, by_home(rows)
+        scoring = (self._score(home, [rows[number].key for number in numbers], fields) for home, numbers in parts.items())
+        found: dict[int, RewardOutcome] = {}
+        for numbers, outcomes in zip(parts.values(), await asyncio.gather(*scoring), strict=True):
+            found |= zip(numbers, outcomes, strict=True)
+        return [found[number] for number in range(len(rows))]
+
+    async def _score(self, home: str, keys: list[str], fields: Mapping[str, Any]) -> list[RewardOutcome]:
+        if home == DRIVER:
+            assert self._scorer is not None, "built with one, where a function scores rows"
+            return await self._scorer.score(fields, self.own.responses(keys))
+        try:
+            return unpack_outcomes(await self._call_actor(home, "score", keys, fields))
+        except WorkerError as error:
+            own = own_error(error)
+            if own is error:
+                raise
+            raise own from error
 
     def release(self, results: Sequence[Sampled | None]) -> None:
         """Lets the processes forget results that are trained, or will not be."""
@@ -136,9 +162,12 @@ class Holders:
     async def _call(self, home: str, method: str, *args: Any) -> Any:
         if home == DRIVER:
             return getattr(self.own, method)(*args)
+        return await self._call_actor(home, "rows", method, *args)
+
+    async def _call_actor(self, home: str, method: str, *args: Any) -> Any:
         member = self._member(home)
         try:
-            return await member.actor.call("rows", method, *args)
+            return await member.actor.call(method, *args)
         except WorkerDiedError as error:
             assert self.actors is not None, "its member was found"
             self.actors.lost(member, error)

@@ -72,12 +72,11 @@ def wide_names(rows: Iterable[TrajectoryRef]) -> tuple[str, ...]:
 class TrajectoryStore:
     """Keeps the columns of this process's finished episodes.
 
-    home: the process's name in references.  vocab_size: token ids from it on are refused; None: all are taken.  tokenizer:
-    decodes responses without rewards, which are scored by their text; None: nothing scores them so.
+    home: the process's name in references.  vocab_size: token ids from it on are refused; None: all are taken.
     """
 
-    def __init__(self, home: str, *, vocab_size: int | None = None, tokenizer: Any = None) -> None:
-        self.home, self.vocab_size, self.tokenizer = home, vocab_size, tokenizer
+    def __init__(self, home: str, *, vocab_size: int | None = None) -> None:
+        self.home, self.vocab_size = home, vocab_size
         self._store = ColumnStore()
         self._names: dict[str, frozenset[str]] = {}
 
@@ -87,10 +86,7 @@ class TrajectoryStore:
         columns = columns_of(trajectory)
         self._check(key, columns)
         self._put(key, columns)
-        kept = TrajectoryRef.of(trajectory, self.home, key)
-        if self.tokenizer is not None and trajectory.rewards is None:
-            (kept.response_text,) = self.tokenizer.batch_decode([list(trajectory.response_ids)], skip_special_tokens=True)
-        return kept
+        return TrajectoryRef.of(trajectory, self.home, key)
 
     def _put(self, key: str, columns: Mapping[str, Tensor]) -> None:
         self._store.put(key, {name: _row(values) for name, values in columns.items()})
@@ -122,6 +118,10 @@ class TrajectoryStore:
         found = self._store.take(key, [name for name in names if name not in missing])
         columns = {name: dense_rows(column)[0] for name, column in found.items()}
         return columns | {name: torch.zeros(len(columns[RESPONSES])) for name in names if name in missing}
+
+    def responses(self, keys: Sequence[str]) -> list[list[int]]:
+        """Returns the response tokens of these rows.  Raises ColumnStoreError for one that is not here."""
+        return [self._flat(key, [RESPONSES])[RESPONSES].tolist() for key in keys]
 
     def drop(self, keys: Iterable[str]) -> None:
         """Forgets rows: they are trained, or will not be."""

@@ -19,13 +19,16 @@ import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 from rlhub.agents.trajectory import Sampled
 from rlhub.agents.workflows.registry import fill_knobs, workflow_class
-from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, FinishReason, Follow, GenerationRequest, SamplingParams
 from rlhub.envs.source import EnvironmentSource
 from rlhub.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhub.single_controller.async_actor import AsyncActor
 
 
 class EpisodeEngine(Protocol):
@@ -37,6 +40,39 @@ class EpisodeEngine(Protocol):
 
         `follow` is called with each new piece of tokens, on this event loop.
         """
+        ...
+
+
+class Generated(NamedTuple):
+    """The numbers of a completion whose tokens are in another process."""
+
+    num_tokens: int
+    finish_reason: FinishReason
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RemoteGeneration:
+    """A generation that another process asks of a replica by itself, so that its tokens do not come here.
+
+    session, request_id: as in GenerationRequest.  cost: prompt tokens and the maximum that may be sampled.
+
+    send: gives that process the replica, the request's id and the maximum wait in seconds, and waits for what it sampled there.
+    It raises the error of the replica.  Sent once more, the generation continues after the tokens that it has.  written: returns
+    the tokens of the episode's first generation so far, for a checkpoint.
+    """
+
+    session: str
+    cost: int
+    send: Callable[[AsyncActor, str, float | None], Awaitable[Generated]]
+    written: Callable[[], Awaitable[Completion | None]]
+    request_id: str = ""
+
+
+class PlacingEngine(EpisodeEngine, Protocol):
+    """An engine over replicas that other processes reach."""
+
+    async def aplace(self, generation: RemoteGeneration) -> Generated:
+        """Chooses a replica and lets the other process generate there, again on another one where it dies."""
         ...
 
 

@@ -31,6 +31,7 @@ REQUIRED: dict[type, tuple[str, ...]] = {
 }
 """Settings without which a training job cannot run, by its configuration; other mains name their own."""
 
+_MULTI = "trainer.controller=multi"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -66,6 +67,7 @@ def _(config: PPOConfig) -> list[str]:
         *_check_rewards(config),
         *placement.problems(config),
         *asynchronous.problems(config),
+        *_check_controller(config),
     ]  # fmt: skip
 
 
@@ -90,6 +92,7 @@ def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, rows: str, row: 
     problems = [
         *_check_trainer(config.trainer, has_validation=data.val_files is not None),
         *placement.no_roles(config.trainer),
+        *([f"{_MULTI} is for main_ppo; set trainer.controller=single"] if config.trainer.controller == "multi" else []),
         *_check_optim(config.optim, "optim"),
         *engines.problems(config),
     ]
@@ -304,6 +307,22 @@ def _check_trainer(trainer: TrainerConfig, *, has_validation: bool) -> list[str]
         if value == 0:
             problems.append(f"trainer.{key}=0: give a number of steps, or -1 for never")
     return [*problems, *faults.problems(trainer)]
+
+
+def _check_controller(config: PPOConfig) -> list[str]:
+    """Returns the problems of settings with which every rank cannot run the loop."""
+    trainer = config.trainer
+    if trainer.controller != "multi":
+        return []
+    single = "or trainer.controller=single"
+    refused = {
+        "trainer.batches=driver, but no process has whole batches; set trainer.batches=reference": trainer.batches == "driver",
+        "trainer.backend=local, which has one rank; set trainer.backend=ray": trainer.backend == "local",
+        f"{_ROLLOUT}.mode=async, whose replicas one driver serves; set {_ROLLOUT}.mode=sync": asynchronous.is_async(config),
+        "trainer.replay_from, whose files one driver reads; set it to null": bool(trainer.replay_from),
+        "trainer.record_batches, which one driver writes; set it to false": trainer.record_batches,
+    }
+    return [f"{_MULTI} with {text}, {single}" for text, holds in refused.items() if holds]
 
 
 def _check_optim(optim: OptimConfig, key: str) -> list[str]:

@@ -83,6 +83,9 @@ def _(config: RMConfig) -> None:
 def derive_trainer(trainer: TrainerConfig) -> None:
     """Derives the device, the ranks per machine and the path of the run folder."""
     trainer.device = resolve_device(trainer.device)
+    if trainer.n_gpus_per_node is None and trainer.controller == "multi" and not trainer.pools:
+        started = os.environ.get("LOCAL_WORLD_SIZE")  # by torchrun
+        trainer.n_gpus_per_node = int(started) if started else None
     if trainer.n_gpus_per_node is None:
         alone = trainer.device == "cpu" or trainer.backend == "local"
         trainer.n_gpus_per_node = 1 if alone else max(1, count_gpus())

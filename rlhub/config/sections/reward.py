@@ -117,7 +117,7 @@ class RewardModelConfig:
     """Largest address space of each reward process, in GiB."""
     num_workers: PositiveInt | None = None
     """Reward processes on each machine that generates, shared out over its ranks, at least one each; with rollout.mode=async on
-    the driver's machine. null: one per CPU core, at most 4."""
+    the driver's machine, shared out over rollout.agent.num_workers. null: one per CPU core, at most 4."""
     model: ScoringModelConfig = field(default_factory=ScoringModelConfig)
     megatron: MegatronConfig | None = None
     """The reward model with strategy=megatron; fields that are not set follow the actor. The sizes must equal the actor's where

@@ -47,8 +47,9 @@ class AgentConfig:
     """Settings of the workflow, by its own names."""
     num_workers: NonNegativeInt | None = None
     """Processes on the driver's machine that run the episodes' own code (tools, templates, agents) and, with
-    trainer.batches=reference, keep their tokens until they are trained; the driver still generates and scores. 0: the driver
-    does all of that itself; null: 1 with trainer.batches=reference, else 0. Raise it where that code keeps a process busy."""
+    trainer.batches=reference, keep their tokens until they are trained and score them; the driver chooses the replicas at which
+    they generate. 0: the driver does all of that itself; null: 1 with trainer.batches=reference, else 0. Raise it where that
+    code keeps a process busy."""
     num_env_hosts: NonNegativeInt = 0
     """Ray actors, on any machines of the cluster, that run the environments of workflow `environment`, each with
     kwargs.num_env_workers processes; 0: the process that runs the episodes runs them. Set it for more simulators than the

@@ -52,6 +52,9 @@ class TrainerConfig:
     workers' machines do."""
     backend: Literal["ray", "local"] = "ray"
     """ray: worker processes; local: everything in this process, with one rank."""
+    controller: Literal["single", "multi"] = "single"
+    """single: one process, the driver, runs the training loop and calls the ranks; multi: every rank runs the loop and calls its
+    own workers, under Ray or under torchrun (main_ppo)."""
     plugins: list[str] = field(default_factory=list)
     """Python modules that register your own parts; the driver and every worker import them."""
     nnodes: PositiveInt = 1

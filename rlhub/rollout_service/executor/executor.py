@@ -23,7 +23,7 @@ from rlhub.agents.partials import Interrupt, TrackedEngine, completion_of
 from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef, sampled_of
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.engines.rollout.base import Completion
-from rlhub.errors import ConfigError, DeadlineError, WorkflowError
+from rlhub.errors import ConfigError, DeadlineError, HolderLostError, WorkflowError
 from rlhub.rollout_service.executor.batches import Delivery, FailureLimit, GroupRequest, Release, keep_nothing
 from rlhub.rollout_service.executor.episode_groups import Group, GroupInWork, PromptItem, StalePolicy
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
@@ -63,9 +63,10 @@ class WorkflowExecutor:
     of its greedy response, one more episode of each group; None for no baseline.
 
     on_group: awaited once for each complete group before the filter; it scores the group.  Its errors end the run (the reward has
-    a policy for its own failures), except Reject.  keep: the group filter; a group that it refuses is rejected, and another
-    prompt is drawn.  interrupt: makes running generations return their tokens for a checkpoint; None: they start again after a
-    resume.  release: called with the results that were trained, or will not be.
+    a policy for its own failures), except Reject, and HolderLostError, after which the lost samples are generated again.  keep:
+    the group filter; a group that it refuses is rejected, and another prompt is drawn.  interrupt: makes running generations
+    return their tokens for a checkpoint; None: they start again after a resume.  release: called with the results that were
+    trained, or will not be.
     """
 
     def __init__(
@@ -366,6 +367,8 @@ class WorkflowExecutor:
                 self._filter(work, group)
         except Reject as reason:
             self._reject(work, "rejected_groups", str(reason))
+        except HolderLostError as error:  # its samples are generated again, and then scored
+            self.lost(error.role)
         except Exception as error:  # noqa: BLE001  the task's boundary: training gets the error
             self._fail(error)
 
@@ -460,14 +463,14 @@ class WorkflowExecutor:
         resume."""
         engines = [engine for work in self._work.values() for sample, engine in enumerate(work.engines) if sample in work.missing]
         request_ids = [request_id for engine in engines for request_id in engine.request_ids()]
-        if request_ids:
 
-            async def written() -> None:
+        async def written() -> None:
+            if request_ids:
                 await interrupt(request_ids)
-                await asyncio.gather(*(engine.settled() for engine in engines))
+            await asyncio.gather(*(engine.settled() for engine in engines))
 
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(written(), COLLECT_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(written(), COLLECT_S)
 
     def _snapshot(self) -> tuple[dict[str, Any], dict[str, int], list[Group], list[dict[str, Any]]]:
         begun = [work.state() for work in self._work.values()]

@@ -140,7 +140,7 @@ class RayAsyncActor:
     async def call(self, method: str, *args: Any, deadline_s: float | None = None, **kw: Any) -> Any:
         if self._ended:
             raise self._death(method)
-        return await self._channel().call(method, args, kw, deadline_s)
+        return await self._channel().call(method, *args, deadline_s=deadline_s, **kw)
 
     async def until_ended(self) -> None:
         if not self._ended:
@@ -238,6 +238,12 @@ class RayActorAddress:
 
         return wait
 
+    def connect(self) -> CallChannel:
+        def explain(error: BaseException, method: str) -> BaseException:
+            return typed_error(error, self.name, self.worker, method)
+
+        return CallChannel(self.actor, self.name, uuid.uuid4().hex, explain, _uncounted)
+
 
 def _create(options: AsyncActorOptions, marker: str) -> Any:
     placement: dict[str, Any] = {}
@@ -261,6 +267,10 @@ def _create(options: AsyncActorOptions, marker: str) -> Any:
         )
         .remote(options.max_concurrency)
     )
+
+
+def _uncounted(method: str, **num_bytes: int) -> None:
+    """Is the count of bytes that do not pass through the driver."""
 
 
 def _nothing() -> None:
@@ -298,10 +308,10 @@ class CallChannel(Listener):
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.fail, error)
 
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float | None) -> Any:
+    async def call(self, method: str, *args: Any, deadline_s: float | None = None, **kw: Any) -> Any:
         """Sends and awaits one call."""
         check_cluster()
-        payload = pack((method, args, kwargs, faults.current_step()))
+        payload = pack((method, args, kw, faults.current_step()))
         self._count(method, sent=len(payload))
         number = next(self._numbers)
         call = self._calls[number] = _PendingCall(method, self._loop.create_future())

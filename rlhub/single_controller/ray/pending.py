@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import (
     NodeDiedError,
@@ -25,7 +24,7 @@ from ray.exceptions import (
 
 from rlhub.errors import DeadlineError, WorkerDiedError, WorkerError
 from rlhub.protocol import DataProto, DataProtoFuture
-from rlhub.single_controller.calls import GRACE_S, Deadline, PendingCall, Watch, WorkerInfo, cause_of, grace_is_over
+from rlhub.single_controller.calls import GRACE_S, Deadline, PendingCall, Watch, WorkerInfo, cause_of, grace_is_over, lives
 from rlhub.single_controller.invoke import RemoteError
 from rlhub.single_controller.ray.nodes import own_address
 from rlhub.single_controller.ray.watch import check_cluster, loss
@@ -139,7 +138,7 @@ class Gather(PendingCall):
         """Returns what PendingCall says of the workers on this machine: process numbers of others mean nothing here."""
         here = own_address()
         late = [worker for rank in self._late_ranks() if (worker := self._workers[rank]).node == here]
-        return any(os.path.isfile(worker.log) and not _lives(worker.pid) for worker in late)
+        return any(os.path.isfile(worker.log) and not lives(worker.pid) for worker in late)
 
     def data_future(self, ranks: Sequence[int], watch: Watch) -> DataProtoFuture:
         reader = PartReader(self._deadline, time.time() + self._seconds_left(), self, watch)
@@ -188,13 +187,6 @@ class Gather(PendingCall):
             if error is not worst:
                 logger.warning("%s also failed: %s", self.name, str(error).splitlines()[0])
         return worst
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _ask_for_stacks(pid: int) -> None:

@@ -16,7 +16,6 @@ from rlhub.agents.remote.environment_actors import EnvironmentActorOptions, Envi
 from rlhub.agents.remote.episode_actor import EpisodeActorSettings
 from rlhub.agents.remote.holders import Holders
 from rlhub.agents.remote.workflow import EpisodeActorOptions, EpisodeActors, episode_actor_starter
-from rlhub.agents.workflows.base import Score
 from rlhub.agents.workflows.registry import workflow_kwargs
 from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
@@ -24,19 +23,15 @@ from rlhub.data.prompts import PromptLoader
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
 from rlhub.rewards import RewardManager
+from rlhub.rewards.managers import NaiveManager, reward_function
+from rlhub.rewards.pool import RewardFunction
+from rlhub.rewards.rows import RowScorer, no_turn_scores
 from rlhub.rollout_service.executor.batches import keep_nothing
 from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.service import RolloutService, service_options
-from rlhub.trainer.ppo.episode_scoring import (
-    EpisodeScorer,
-    GroupScoring,
-    OutcomeStore,
-    SignalFilter,
-    function_manager,
-    no_turn_scores,
-)
+from rlhub.trainer.ppo.episode_scoring import GroupScoring, OutcomeStore, SignalFilter, function_manager
 from rlhub.trainer.ppo.episodes import (
     BASELINE,
     TRAINING,
@@ -65,8 +60,8 @@ logger = logging.getLogger(__name__)
 class EpisodeRuntime:
     """The parts that run a job's episodes: event loop, rollout service, and the processes of agent.num_workers and num_env_hosts.
 
-    score: the reward of a turn, for workflows that read it.  holders: keep the tokens of training's episodes; None: the driver's
-    executor has them.  stack: closes the parts when the job ends.
+    manager, scorer: judge each row alone, and score those in this process; None: no function does.  holders: keep the tokens of
+    training's episodes; None: the driver's executor has them.  stack: closes the parts when the job ends.
     """
 
     config: PPOConfig
@@ -76,7 +71,8 @@ class EpisodeRuntime:
     vocabulary: Vocabulary
     runner: AsyncTaskRunner
     service: RolloutService
-    score: Score
+    manager: NaiveManager | None
+    scorer: RowScorer | None
     episode_actors: EpisodeActors | None
     environments: EnvironmentActors | None
     holders: Holders | None
@@ -87,7 +83,7 @@ class EpisodeRuntime:
             self.config,
             self.tokenizer,
             sampling,
-            self.score,
+            no_turn_scores if self.scorer is None else self.scorer.score_text,
             purpose=purpose,
             episode_actors=self.episode_actors,
             environments=self.environments,
@@ -131,9 +127,9 @@ def build_stream(
     logger.info("starting the rollout service, replicas: %d", options.num_replicas)
     service.start()
     stack.callback(service.close)
-    scoring = build_scoring(reward)
     keeps = config.trainer.batches == "reference"
-    episodes = start_episodes(config, tokenizer, runner, service, scoring, run, stack, keeps=keeps)
+    episodes = start_episodes(config, tokenizer, runner, service, reward, run, stack, keeps=keeps)
+    scoring = GroupScoring(episodes.scorer, OutcomeStore(), episodes.holders)
     log = PromptLog(run.folder.path / PROMPTS)
     executor = build_executor(episodes, scoring, log)
     publisher = Publisher(
@@ -173,7 +169,7 @@ def build_evaluation_samples(
     service = RolloutService(config.actor_rollout_ref, runtime, dataclasses.replace(options, own_weights=True), loop=runner.loop)
     stack.callback(service.close)
     service.start()
-    return start_episodes(config, tokenizer, runner, service, build_scoring(reward), run, stack).validation_samples()
+    return start_episodes(config, tokenizer, runner, service, reward, run, stack).validation_samples()
 
 
 def start_runner(stack: ExitStack) -> AsyncTaskRunner:
@@ -188,7 +184,7 @@ def start_episodes(
     tokenizer: Any,
     runner: AsyncTaskRunner,
     service: RolloutService,
-    scoring: GroupScoring,
+    reward: RewardManager,
     run: Run,
     stack: ExitStack,
     *,
@@ -200,8 +196,10 @@ def start_episodes(
     """
     vocabulary = read_vocabulary(config.actor_rollout_ref.model, tokenizer)
     environments = environment_hosts(config, run)
-    decodes = scoring.scorer is not None
-    episode_actors = episode_hosts(config, vocabulary, run, decodes=decodes)
+    manager = function_manager(reward)
+    scorer = None if manager is None else RowScorer(manager.parts.pool, manager.parts.tokenizer)
+    function = None if manager is None else reward_function(config.reward_model, config.custom_reward_function)
+    episode_actors = episode_hosts(config, vocabulary, run, function)
     for processes in (environments, episode_actors):
         if processes is not None:
             stack.callback(close_on_loop, runner, processes.close)
@@ -214,19 +212,25 @@ def start_episodes(
         vocabulary=vocabulary,
         runner=runner,
         service=service,
-        score=no_turn_scores if scoring.scorer is None else scoring.scorer.score_text,
+        manager=manager,
+        scorer=scorer,
         episode_actors=episode_actors,
         environments=environments,
-        holders=Holders(episode_actors, vocab_size=vocabulary.size, tokenizer=tokenizer if decodes else None) if keeps else None,
+        holders=Holders(episode_actors, vocab_size=vocabulary.size, scorer=scorer) if keeps else None,
     )
 
 
-def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, run: Run, *, decodes: bool) -> EpisodeActors | None:
-    """Returns the processes that run the episodes' own code, where the configuration wants any; not yet started."""
+def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, run: Run, reward: RewardFunction | None) -> EpisodeActors | None:
+    """Returns the processes that run the episodes' own code, where the configuration wants any; not yet started.
+
+    reward: the function with the machine's processes, which they share evenly.
+    """
     model, rollout, trainer = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.trainer
     assert rollout.agent.num_workers is not None, "derive first"
     if rollout.agent.num_workers == 0:
         return None
+    if reward is not None and reward.num_workers is not None:
+        reward = dataclasses.replace(reward, num_workers=max(1, reward.num_workers // rollout.agent.num_workers))
     settings = EpisodeActorSettings(
         tokenizer=functools.partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code),
         samplings={
@@ -240,7 +244,7 @@ def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, run: Run, *, decode
         folder=os.getcwd(),
         lends_environments=rollout.agent.num_env_hosts > 0,
         vocab_size=vocabulary.size,
-        decodes=decodes,
+        reward=reward,
     )
     seconds = trainer.deadline_s
     options = EpisodeActorOptions(
@@ -294,12 +298,6 @@ def close_on_loop(runner: AsyncTaskRunner, close: Callable[[], Coroutine[Any, An
     on_loop(runner, close())
 
 
-def build_scoring(reward: RewardManager) -> GroupScoring:
-    """Returns what scores groups as they finish, where a function judges each row alone."""
-    manager = function_manager(reward)
-    return GroupScoring(scorer=None if manager is None else EpisodeScorer(manager), outcomes=OutcomeStore())
-
-
 def build_executor(episodes: EpisodeRuntime, scoring: GroupScoring, log: PromptLog) -> WorkflowExecutor:
     """Returns the executor with the bounds of the configuration."""
     config, vocabulary, router = episodes.config, episodes.vocabulary, episodes.service.router
@@ -342,9 +340,9 @@ def signal_filter(episodes: EpisodeRuntime, scoring: GroupScoring) -> SignalFilt
     groups = config.algorithm.filter_groups
     if not groups.enable:
         return None
-    assert scoring.scorer is not None, "checked before start"
+    assert episodes.manager is not None, "checked before start"
     return SignalFilter(
-        scorer=build_scorer(config, scoring.scorer.manager.lenient(), episodes.run.timers),
+        scorer=build_scorer(config, episodes.manager.lenient(), episodes.run.timers),
         outcomes=scoring.outcomes,
         pad_id=episodes.vocabulary.pad_id,
         most=(groups.max_num_gen_batches - 1) * config.data.train_batch_size,

@@ -6,19 +6,20 @@ outcomes (penalties, the policy for failures) waits for the whole batch, and is 
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rlhub.agents.remote.holders import Holders
 from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef
-from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
-from rlhub.rewards import RewardManager, RewardOutcome, RewardRequest
+from rlhub.rewards import RewardManager, RewardOutcome
+from rlhub.rewards.base import OUTCOMES
 from rlhub.rewards.combine import CombinedManager
-from rlhub.rewards.managers import NUMBERS, OUTCOMES, NaiveManager
+from rlhub.rewards.managers import NaiveManager
+from rlhub.rewards.rows import RowScorer
 from rlhub.rollout_service.executor.batches import to_batch
 from rlhub.rollout_service.executor.episode_groups import Group
 from rlhub.trainer.ppo.dynamic_sampling import groups_with_signal
@@ -32,102 +33,6 @@ def function_manager(reward: RewardManager | None) -> NaiveManager | None:
     if isinstance(reward, CombinedManager):
         return function_manager(reward.function)
     return reward if isinstance(reward, NaiveManager) else None
-
-
-async def no_turn_scores(row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-    """Is `agents.workflows.base.Score` where no function judges a row alone."""
-    raise RewardError("a workflow asks for the reward of a turn, but no reward function is on: set reward_model.function_weight")
-
-
-@dataclass(slots=True)
-class _ScoringRequest:
-    rows: Sequence[RewardRequest]
-    outcomes: asyncio.Future[list[RewardOutcome]]
-
-
-class EpisodeScorer:
-    """Scores episodes by the reward function.  All methods run on one event loop; requests that come while the function's
-    processes are at work are scored together in their next turn."""
-
-    def __init__(self, manager: NaiveManager) -> None:
-        self.manager = manager
-        self._pool, self._tokenizer = manager.parts.pool, manager.parts.tokenizer
-        self._waiting: list[_ScoringRequest] = []
-        self._work: asyncio.Task[None] | None = None
-
-    async def outcomes(self, group: Group) -> list[RewardOutcome]:
-        """Returns one outcome a sample, and the baseline's after them; the workflow's own reward where it set one."""
-        missing = [trajectory for trajectory in group.scored if trajectory.rewards is None]
-        found = iter(await self.score([request_of(group.item.row, text) for text in self._texts(missing)]))
-        return [
-            next(found) if trajectory.rewards is None else RewardOutcome(score=float(sum(trajectory.rewards)))
-            for trajectory in group.scored
-        ]
-
-    def _texts(self, samples: Sequence[Sampled]) -> Iterator[str]:
-        """Returns the responses without special tokens; those of samples whose tokens are not here came decoded."""
-        here = [list(sample.response_ids) for sample in samples if isinstance(sample, Trajectory)]
-        decoded = iter(self._tokenizer.batch_decode(here, skip_special_tokens=True) if here else [])
-        for sample in samples:
-            if isinstance(sample, Trajectory):
-                yield next(decoded)
-            else:
-                assert sample.response_text is not None, "the process that keeps the tokens decodes them"
-                yield sample.response_text
-                sample.response_text = None
-
-    async def score_text(self, row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-        """Is `agents.workflows.base.Score`, for workflows that want the reward of a turn."""
-        (outcome,) = await self.score([request_of(row, text)])
-        if outcome.error is not None:
-            raise RewardError(f"scoring a turn failed: {outcome.error.kind}: {outcome.error.message}")
-        return outcome.score, {name: float(item) for name, item in outcome.details.items() if isinstance(item, NUMBERS)}
-
-    async def score(self, rows: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """Returns one outcome a row, in order."""
-        if not rows:
-            return []
-        loop = asyncio.get_running_loop()
-        request = _ScoringRequest(rows, loop.create_future())
-        self._waiting.append(request)
-        if self._work is None:
-            self._work = loop.create_task(self._run())
-        return await request.outcomes
-
-    async def _run(self) -> None:
-        await self._gather()
-        while self._waiting:
-            requests, self._waiting = self._waiting, []
-            rows = [row for request in requests for row in request.rows]
-            try:
-                found = iter(await asyncio.to_thread(self._pool.score, rows))
-            except Exception as error:  # noqa: BLE001  the thread's boundary: whoever asked gets the error
-                for request in requests:
-                    if not request.outcomes.done():
-                        request.outcomes.set_exception(error)
-                continue
-            for request in requests:
-                outcomes = [next(found) for _ in request.rows]
-                if not request.outcomes.done():
-                    request.outcomes.set_result(outcomes)
-        self._work = None
-
-    async def _gather(self) -> None:
-        """Groups that end together ask in one pass of the loop after the other: waits for the first in which none does."""
-        known = 0
-        while len(self._waiting) > known:
-            known = len(self._waiting)
-            await asyncio.sleep(0)
-
-
-def request_of(row: Mapping[str, Any], text: str) -> RewardRequest:
-    """Returns what the reward function reads of a response to this prompt."""
-    return RewardRequest(
-        data_source=row["data_source"],
-        solution_str=text,
-        ground_truth=row["ground_truth"],
-        extra_info=row["extra_info"],
-    )
 
 
 @dataclass(slots=True)
@@ -168,14 +73,31 @@ class OutcomeStore:
 
 @dataclass(slots=True)
 class GroupScoring:
-    """The executor's hook that scores a group's samples as soon as all of them are there.  scorer: None scores nothing then."""
+    """The executor's hook that scores a group's samples as soon as all of them are there.
 
-    scorer: EpisodeScorer | None
+    scorer: scores those whose tokens are here; None scores nothing.  holders: let the other processes score theirs.
+    """
+
+    scorer: RowScorer | None
     outcomes: OutcomeStore
+    holders: Holders | None = None
 
     async def __call__(self, group: Group) -> None:
-        if self.scorer is not None and any(trajectory.rewards is None for trajectory in group.scored):
-            self.outcomes.put(group.ordinal, await self.scorer.outcomes(group))
+        if self.scorer is None or all(sample.rewards is not None for sample in group.scored):
+            return
+        missing = [sample for sample in group.scored if sample.rewards is None]
+        found = iter(await self._score(self.scorer, group.item.row, missing))
+        self.outcomes.put(
+            group.ordinal,
+            [next(found) if one.rewards is None else RewardOutcome(score=float(sum(one.rewards))) for one in group.scored],
+        )
+
+    async def _score(self, scorer: RowScorer, prompt: Mapping[str, Any], samples: Sequence[Sampled]) -> list[RewardOutcome]:
+        """Returns the outcomes of samples, in order.  Raises HolderLostError."""
+        kept = [sample for sample in samples if isinstance(sample, TrajectoryRef)]
+        there = iter(await self.holders.score(kept, prompt) if self.holders is not None and kept else ())
+        here = iter(await scorer.score(prompt, [one.response_ids for one in samples if isinstance(one, Trajectory)]))
+        return [next(there) if isinstance(sample, TrajectoryRef) else next(here) for sample in samples]
 
 
 @dataclass(slots=True)

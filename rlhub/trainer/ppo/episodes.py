@@ -28,7 +28,7 @@ from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardFailure, RewardOutcome
-from rlhub.rewards.managers import OUTCOMES
+from rlhub.rewards.base import OUTCOMES
 from rlhub.rollout_service.executor.batches import to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.router import Pin, Router
@@ -100,7 +100,7 @@ class Workflows:
         build, remote = partial(build_workflow, name, self._parts()), None
         if self.episode_actors is not None:
             key = WorkflowKey(self.purpose, name)
-            remote = RemoteWorkflow(self._parts(), key, self.episode_actors, keeps=self.holders is not None)
+            remote = RemoteWorkflow(self._parts(), key, self.episode_actors, keeps=self.holders is not None, direct=True)
         return remote or build() if self.holders is None else KeepingWorkflow(name, self.holders.own, remote, build)
 
     def _parts(self) -> WorkflowParts:

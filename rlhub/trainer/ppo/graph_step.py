@@ -48,7 +48,8 @@ class GraphStep(StepParts):
         return usual.get(role, self.roles.get(role))
 
     def __call__(self, step: int, prompts: Iterator[DataProto]) -> dict[str, float]:
-        result = Executor(self.graph, StepCalls(self, prompts), self.config)(step)
+        in_order = self.config.trainer.controller == "multi"
+        result = Executor(self.graph, StepCalls(self, prompts), self.config, in_order=in_order)(step)
         trains_policy = "update_actor" in result.timings
         metrics = {"mismatch/masked_share": 0.0} if trains_policy and not self.needs.staleness else {}
         return metrics | graph_metrics(result) | self.end(result.batch)

@@ -297,12 +297,16 @@ class RewardParts:
     def _where_rows_are(self, function: RewardManager, groups: Mapping[str, WorkerGroup]) -> RewardManager:
         """Returns the function's manager; where the ranks that generate can score rows for it, the driver's processes end."""
         rollout = groups.get(ROLLOUT_ROLE, groups.get(COLOCATED_ROLE))
-        if not isinstance(function, NaiveManager) or not function.scores_rows:
-            return function
-        if rollout is None or "begin_scoring" not in rollout.methods():
-            return function
-        function.close()
-        return RowsOnRanks(function, rollout)
+        scores = rollout is not None and "begin_scoring" in rollout.methods()
+        if rollout is not None and scores and isinstance(function, NaiveManager) and function.scores_rows:
+            function.close()
+            return RowsOnRanks(function, rollout)
+        if self.config.trainer.controller == "multi":
+            raise ConfigError(
+                f"trainer.controller=multi with reward_model.reward_manager={self.config.reward_model.reward_manager}, which "
+                "reads whole batches in one process; choose one that scores row by row, or trainer.controller=single"
+            )
+        return function
 
     def close(self) -> None:
         if self.function is not None:

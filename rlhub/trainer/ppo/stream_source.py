@@ -45,7 +45,7 @@ from rlhub.protocol.columns import object_array
 from rlhub.protocol.exchange import RowSource
 from rlhub.protocol.layout import ColumnInfo
 from rlhub.rewards import RewardOutcome
-from rlhub.rewards.managers import OUTCOMES
+from rlhub.rewards.base import OUTCOMES
 from rlhub.rollout_service.executor.batches import episode_metrics, prompt_columns, row_columns, score_rows, to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.executor.executor import WorkflowExecutor

@@ -21,8 +21,7 @@ from rlhub.config.sections.reward import RewardModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.rewards import RewardManager, RewardOutcome
-from rlhub.rewards.base import ScoredRows, check_failures, start_scoring
-from rlhub.rewards.managers import OUTCOMES
+from rlhub.rewards.base import OUTCOMES, ScoredRows, check_failures, start_scoring
 from rlhub.rewards.rows import ROW_TOKENS, response_texts, rows_here
 from rlhub.tracking.spans import RecordSpan, ignore_span
 from rlhub.tracking.tracker import GenerationRow

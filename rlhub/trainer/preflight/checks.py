@@ -10,7 +10,6 @@ import functools
 import importlib
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from importlib.util import find_spec
@@ -30,13 +29,11 @@ from rlhub.config.sections.preference import DPOConfig, PreferenceDataConfig, RM
 from rlhub.config.sections.reward import CustomRewardConfig, ScoringModelConfig
 from rlhub.config.sections.sft import SFTConfig, SFTDataConfig
 from rlhub.config.sections.trainer import TrainerConfig
-from rlhub.config.sections.training import ModelConfig
 from rlhub.data import check_columns, check_files
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import ConfigError
-from rlhub.models.shape import LANGUAGE_MODEL, ModelShape, read_labels, read_model_shape, read_model_values, reward_problem
-from rlhub.models.weight_files import file_problems
+from rlhub.models.shape import LANGUAGE_MODEL, read_labels, read_model_shape, read_model_values, reward_problem
 from rlhub.pipeline.load import SUPERVISED_ROLES, command_of, pipeline_problems
 from rlhub.registry import Registry, knobs_for
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
@@ -46,11 +43,11 @@ from rlhub.tracking.run_folder import RunFolder
 from rlhub.trainer.ppo.plan import check_pipeline
 from rlhub.trainer.ppo.requirements import check_group_metric
 from rlhub.trainer.preflight.memory import check_memory
+from rlhub.trainer.preflight.model_folders import HUB_NAME, check_length, read_shape
 from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine, check_weights_reach
 
 logger = logging.getLogger(__name__)
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # "gpt2" or "Qwen/Qwen2.5-0.5B"
 CONVERSATION_COLUMN = "messages"  # as rlhub.data.supervised reads it, which loads torch
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _SHARED_KNOBS = {
@@ -398,44 +395,6 @@ def _check_reward_model(model: ScoringModelConfig) -> list[str]:
             "one with rlhub.trainer.main_rm", model.path
         )  # fmt: skip
     return problems
-
-
-def check_length(shape: ModelShape, length: int, arithmetic: str, key: str) -> list[str]:
-    """Returns the problem of a longest sequence that exceeds the model's positions; [] if it fits.
-
-    arithmetic: how `length` follows from settings.  key: key of the model's section.
-    """
-    if 0 < shape.max_positions < length:
-        return [f"{arithmetic} tokens, but {key} has {shape.max_positions} positions (max_position_embeddings)"]
-    return []
-
-
-def read_shape(model: ModelConfig, key: str, problems: list[str]) -> ModelShape | None:
-    """Returns the sizes of a model in a local folder, else None, and appends what is wrong to `problems`.
-
-    A model of the hub is checked when it is loaded.
-    """
-    if not model.path:
-        return None
-    path = Path(model.path).expanduser()
-    if path.is_dir():
-        problems += [f"{key}.path={model.path}: {text}" for text in file_problems(path)]
-        try:
-            return read_model_shape(path, model.override_config)
-        except ConfigError as error:
-            problems += [f"{key}.path={model.path}: {text}" for text in error.problems]
-    elif not HUB_NAME.fullmatch(model.path) or path.exists():
-        problems.append(f"{key}.path={model.path}: no such folder (looked for {path.resolve()})")
-    elif os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON") and not _is_cached(model.path):
-        problems.append(f"{key}.path={model.path}: no such folder, and not in the hub's cache while HF_HUB_OFFLINE is set")
-    return None
-
-
-def _is_cached(name: str) -> bool:
-    """Returns True for a model in huggingface_hub's cache, as the folder models--<owner>--<name>/snapshots."""
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")).expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    return (cache / f"models--{name.replace('/', '--')}" / "snapshots").is_dir()
 
 
 def check_machine(trainer: TrainerConfig) -> list[str]:

@@ -13,7 +13,7 @@ from rlhub.config.rules import asynchronous
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import MultiTurnConfig
 from rlhub.data import AGENT_NAME, has_column
-from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
+from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, most_replicas, resolve_engine_name
 from rlhub.envs.registry import ENVIRONMENTS
 from rlhub.errors import ConfigError
 from rlhub.registry import suggest
@@ -40,6 +40,12 @@ def check_episodes(config: PPOConfig) -> list[str]:
 
 def check_rollout_engine(config: PPOConfig) -> list[str]:
     """Returns the problems of the engine's own settings, and the reasons why it cannot run the model."""
+    rollout = config.actor_rollout_ref.rollout
+    if config.trainer.controller == "multi" and most_replicas(rollout) is not None:
+        return [
+            f"trainer.controller=multi with {_ROLLOUT}.name={rollout.name}, whose servers one driver calls; set "
+            f"{_ROLLOUT}.name=vllm or hf, or trainer.controller=single"
+        ]
     return _engine_problems(config, trains=False)
 
 

@@ -15,7 +15,8 @@ from rlhub.config.sections.serve import MAX_PORT, ServeConfig, ServerConfig, pro
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
 from rlhub.registry import Registry
 from rlhub.tools.registry import TOOL_FORMATS
-from rlhub.trainer.preflight.checks import check_length, import_plugins, read_shape
+from rlhub.trainer.preflight.checks import import_plugins
+from rlhub.trainer.preflight.model_folders import check_length, read_shape
 
 TRAINING_PREFIX = "actor_rollout_ref."
 """Prefix of the keys that engines name; the server's configuration has the section at its root."""

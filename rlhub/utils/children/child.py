@@ -39,7 +39,9 @@ def main(setup: dict[str, Any]) -> NoReturn:
     channel = DriverPipes(request_fd, reply_fd)
     faulthandler.enable(file=crash_fd, all_threads=False)
     _silence()
-    _limit(int(setup["memory_bytes"]), open_to_others=not setup["untrusted"])
+    _limit(int(setup["memory_bytes"]), setup["memory_kind"], open_to_others=not setup["untrusted"])
+    if setup["cpus"]:
+        os.sched_setaffinity(0, setup["cpus"])
     try:
         function = load(setup["target"])
         _check(function, setup["parameters"])
@@ -217,12 +219,13 @@ def _silence() -> None:
     os.close(null)
 
 
-def _limit(memory_bytes: int, *, open_to_others: bool) -> None:
-    """Limits address space and file sizes, and forbids core files; orphaned grandchildren stay below this process.
+def _limit(memory_bytes: int, memory_kind: str, *, open_to_others: bool) -> None:
+    """Limits memory and file sizes, and forbids core files; orphaned grandchildren stay below this process.
 
     open_to_others: processes of the same user may inspect this one, as is usual.
     """
-    for kind, wanted in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, memory_bytes), (resource.RLIMIT_AS, memory_bytes)):
+    memory = resource.RLIMIT_DATA if memory_kind == "data" else resource.RLIMIT_AS
+    for kind, wanted in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, memory_bytes), (memory, memory_bytes)):
         ceiling = resource.getrlimit(kind)[1]
         value = wanted if ceiling == resource.RLIM_INFINITY else min(wanted, ceiling)
         resource.setrlimit(kind, (value, value))

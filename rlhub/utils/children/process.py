@@ -19,16 +19,19 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
 from rlhub.utils.children.access import Access
+from rlhub.utils.children.launch import Launch
 from rlhub.utils.children.wire import WireError, decode, encode
 
 logger = logging.getLogger(__name__)
 BOOT = (
-    "import json,sys; setup=json.loads(sys.argv[1]); sys.path[:]=setup['sys_path']; "
+    "import json,sys; setup=json.loads(sys.argv[1]); "
+    "sys.path[:]=setup['sys_path'] or [*filter(None,sys.path),setup['rlhub_root']]; "
     "from rlhub.utils.children.child import main; main(setup)"
 )
 LOAD_TIMEOUT_S = 120.0  # imports of a large library on a busy machine
@@ -43,6 +46,7 @@ CRASH_TEXT = 1500
 EXIT_S = 2.0  # between the closed pipes of a process that ends and its exit code: it needs a core for a moment
 KILL_S = 10.0  # for the end of everything that a child has started
 SIGNAL_BASE = 128  # see supervisor.py
+RLHUB_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -208,14 +212,20 @@ class ChildRequest:
         return cls(nonce, encode({"id": nonce, "calls": list(calls)}))
 
 
-def spawn(target: str, parameters: Iterable[str], *, memory_gb: float, access: Access) -> ChildProcess:
+def spawn(
+    target: str, parameters: Iterable[str], *, memory_gb: float, access: Access, launch: Launch | None = None
+) -> ChildProcess:
     """Starts a child for `target`, which will send `ready` or `load_error`.  Raises the ConfigError of `Access.variables`."""
-    variables, namespace = access.variables(), namespaces_allowed()
+    launch = launch or Launch()
+    variables, namespace = launch.environment(access.variables()), namespaces_allowed()
     request_read, request_write = os.pipe()
     reply_read, reply_write = os.pipe()
     crash_file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ChildProcess.kill
     setup = {
-        "sys_path": sys.path,
+        "sys_path": [] if launch.python else sys.path,
+        "rlhub_root": RLHUB_ROOT,
+        "cpus": launch.cpus,
+        "memory_kind": launch.memory_kind,
         "target": target,
         "parameters": list(parameters),
         "memory_bytes": int(memory_gb * 2**30),
@@ -226,7 +236,7 @@ def spawn(target: str, parameters: Iterable[str], *, memory_gb: float, access: A
         "untrusted": access.untrusted,
     }
     process = subprocess.Popen(
-        [sys.executable, "-c", BOOT, json.dumps(setup)],
+        [launch.python or sys.executable, "-c", BOOT, json.dumps(setup)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -16,11 +16,14 @@ from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import DataError, EngineError, WorkerDiedError, WorkerError, WorkflowError
+from rlhub.rewards.pool import RewardFunction
 from rlhub.single_controller.async_actor import AsyncActor
 from rlhub.utils.aio.results import Reject
 
 SAMPLING = SamplingParams(max_new_tokens=4)
-DATA = EpisodeData(prompt_ids=(5, 6), ordinal=3, sample=1, seed=7, row={"ground_truth": "4"})
+DATA = EpisodeData(
+    prompt_ids=(5, 6), ordinal=3, sample=1, seed=7, row={"data_source": "", "ground_truth": "4", "extra_info": None}
+)
 HERE = f"{__name__}:"
 
 
@@ -52,8 +55,11 @@ class Policy:
         return Completion(token_ids=tokens, log_probs=[-0.5] * len(tokens), finish_reason="stop", versions=[2] * len(tokens))
 
 
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> dict[str, float]:
+    return {"score": float(ground_truth) + len(solution_str), "length": float(len(solution_str))}
+
+
 async def score(row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-    await asyncio.sleep(0)
     return float(row["ground_truth"]) + len(text), {"length": float(len(text))}
 
 
@@ -137,7 +143,12 @@ def make_tokenizer() -> Callable[[list[int]], str]:
 
 
 SETTINGS = EpisodeActorSettings(
-    tokenizer=make_tokenizer, samplings={"training": SAMPLING}, max_prompt_length=8, max_response_length=4, kwargs={}
+    tokenizer=make_tokenizer,
+    samplings={"training": SAMPLING},
+    max_prompt_length=8,
+    max_response_length=4,
+    kwargs={},
+    reward=RewardFunction(target=f"{__name__}:compute_score", num_workers=1),
 )
 PARTS = WorkflowParts(tokenizer=str, sampling=SAMPLING, max_prompt_length=8, max_response_length=4, score=score)
 
@@ -329,10 +340,11 @@ def test_one_that_cannot_start_ends_the_others() -> None:
 
 def test_a_session_has_one_episode() -> None:
     async def play() -> None:
-        actor, key = EpisodeActor(SETTINGS), WorkflowKey("training", "single_turn")
-        await actor.begin("1", key, DATA)
+        actor = EpisodeActor(SETTINGS)
+        await actor.take_prompt(0, ("training", "single_turn"), DATA.prompt_ids, DATA.row)
+        await actor.begin("1", 0, (3, 1, 7, None, False, False))
         with pytest.raises(WorkflowError, match="session 1"):
-            await actor.begin("1", key, DATA)
+            await actor.begin("1", 0, (3, 1, 7, None, False, False))
         await actor.respond("gone", 0, None)
         await actor.cancel("gone")
         with pytest.raises(WorkflowError, match="no session gone"):

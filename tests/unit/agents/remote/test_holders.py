@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 
+from rlhub.agents.remote.holders import lost_holder
 from rlhub.agents.remote.trajectory_store import TrajectoryStore
-from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.trajectory import Trajectory, TrajectoryRef
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
+from rlhub.rollout_service.executor.episode_groups import Group
+from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, WorkerGroup, launch
+from tests.support.episodes import executing, parts, prompts, trajectory
 from tests.support.kept_streams import BATCH, SAMPLES, Stream, streaming, trained_rows
 from tests.support.row_workers import RowWorker
 
@@ -89,6 +94,36 @@ def test_rows_that_are_lost_on_their_way_to_the_ranks_are_generated_again(
         monkeypatch.setattr(ranks, "collect", dies)
         assert [stream.step(step) for step in (1, 2)] == expected
         assert len(calls) >= 3
+
+
+def test_samples_that_are_lost_while_they_are_scored_are_generated_again() -> None:
+    """Only these, and the group is scored once more.  The control is another error, which ends the run."""
+    stores = {home: TrajectoryStore(home) for home in ("first", "second")}
+    begun, scored = list[str](), list[list[str]]()
+
+    class Kept(RolloutWorkflow):
+        async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> TrajectoryRef:
+            home = "second" if data.sample or begun.count(data.session) else "first"
+            begun.append(data.session)
+            return stores[home].keep(f"{data.session}/{len(begun)}", trajectory(0))
+
+    async def score(group: Group) -> None:
+        homes = [sample.home for sample in group.trajectories if isinstance(sample, TrajectoryRef)]
+        scored.append(homes)
+        if "first" in homes and group.ordinal == 0:
+            raise lost_holder("first")
+        if "first" in homes and group.ordinal == 1:
+            raise ValueError("a broken reward")
+
+    with executing(Kept(parts()), staleness=StalenessManager(1, 0), group_size=2, on_group=score) as executor:
+        executor.start(prompts())
+        (group,) = executor.next_groups(1, 60)
+        assert group.ordinal == 0 and [sample.home for sample in group.trajectories] == ["second", "second"]  # type: ignore[union-attr]
+        assert begun == ["0-0", "0-1", "0-0"] and scored == [["first", "second"], ["second", "second"]]
+        executor.trained(1)
+        executor.set_version(1)
+        with pytest.raises(ValueError, match="a broken reward"):
+            executor.next_groups(1, 60)
 
 
 def lose(stream: Stream) -> None:

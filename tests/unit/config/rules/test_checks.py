@@ -102,3 +102,32 @@ def test_sft_rules() -> None:
     texts = checks.check(config)
     assert [text.split()[0] for text in texts] == ["data.max_token_len_per_gpu=8"]
     assert len(checks.check_required(config, checks.REQUIRED[SFTConfig])) == 2
+
+
+MULTI = {"trainer__controller": "multi"}
+
+
+@pytest.mark.parametrize(
+    ("values", "what", "remedy"),
+    [
+        ({"trainer__batches": "driver"}, "trainer.batches=driver", "set trainer.batches=reference"),
+        ({"trainer__backend": "local"}, "trainer.backend=local", "set trainer.backend=ray"),
+        ({f"{_R}mode": "async"}, "rollout.mode=async", "rollout.mode=sync"),
+        ({"trainer__replay_from": "batches"}, "trainer.replay_from", "set it to null"),
+        ({"trainer__record_batches": True}, "trainer.record_batches", "set it to false"),
+    ],
+)
+def test_what_one_driver_must_do_is_refused_on_every_rank(values: dict[str, object], what: str, remedy: str) -> None:
+    def refused(values: dict[str, object]) -> list[str]:
+        return [text for text in checks.check(good(**values)) if text.startswith("trainer.controller=multi with")]
+
+    assert refused(MULTI) == [] and refused(values) == []
+    (problem,) = refused({**MULTI, **values})
+    assert what in problem and remedy in problem and "or trainer.controller=single" in problem
+
+
+def test_supervised_training_has_one_driver() -> None:
+    config = SFTConfig()
+    derive(config)
+    config.trainer.controller = "multi"
+    assert "trainer.controller=multi is for main_ppo; set trainer.controller=single" in checks.check(config)

@@ -162,3 +162,13 @@ def test_supervised_training_on_gpus_cuts_by_tokens(config: type[SFTConfig | RMC
     assert data(data__use_dynamic_bsz=False) == (False, 16384)
     assert data(data__max_token_len_per_gpu=50000) == (True, 50000)
     assert data(data__max_length=30000) == (True, longest)
+
+
+def test_torchrun_says_how_many_ranks_run_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every rank runs it; else the variable is another program's."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for controller, ranks in (("multi", 4), ("single", 1)):
+        config = PPOConfig()
+        config.trainer.controller, config.trainer.device = controller, "cpu"  # type: ignore[assignment]
+        derive(config)
+        assert config.trainer.n_gpus_per_node == ranks

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.remote.holders import Holders
+from rlhub.agents.trajectory import Trajectory, TrajectoryRef
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardFailure, RewardOutcome, RewardRequest
-from rlhub.rewards.base import ManagerParts
-from rlhub.rewards.managers import OUTCOMES, NaiveManager
+from rlhub.rewards.base import OUTCOMES, ManagerParts
+from rlhub.rewards.managers import NaiveManager
+from rlhub.rewards.rows import RowScorer, pack_outcomes
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
-from rlhub.trainer.ppo.episode_scoring import EpisodeScorer, OutcomeStore
+from rlhub.trainer.ppo.episode_scoring import GroupScoring, OutcomeStore
 
 
 class Pool:
@@ -44,6 +46,18 @@ def manager(on_error: str = "fail") -> NaiveManager:
     return NaiveManager(parts)
 
 
+def scoring_of(pool: Any) -> GroupScoring:
+    return GroupScoring(RowScorer(pool, Decoder()), OutcomeStore())
+
+
+def scored(scoring: GroupScoring, *groups: Group) -> list[list[RewardOutcome]]:
+    async def run() -> None:
+        await asyncio.gather(*map(scoring, groups))
+
+    asyncio.run(run())
+    return [scoring.outcomes.by_ordinal.get(one.ordinal, []) for one in groups]
+
+
 def group(ordinal: int, *lengths: int, rewards: float | None = None) -> Group:
     row = {"data_source": "s", "ground_truth": "t", "extra_info": {}}
     item = PromptItem(prompt_ids=(1,), ordinal=ordinal, row=row)
@@ -62,22 +76,18 @@ def group(ordinal: int, *lengths: int, rewards: float | None = None) -> Group:
 
 
 def test_groups_that_wait_are_scored_together_and_each_gets_its_own() -> None:
-    scoring = EpisodeScorer(manager())
-
-    async def run() -> list[list[RewardOutcome]]:
-        return await asyncio.gather(*(scoring.outcomes(group(n, n + 1, n + 2)) for n in range(5)))
-
-    found = asyncio.run(run())
+    pool = Pool()
+    found = scored(scoring_of(pool), *(group(n, n + 1, n + 2) for n in range(5)))
     assert [[outcome.score for outcome in one] for one in found] == [[n + 1, n + 2] for n in range(5)]
-    pool: Any = scoring.manager.parts.pool
     assert sum(pool.calls) == 10 and len(pool.calls) <= 3
 
 
 def test_a_baseline_is_scored_after_the_samples_and_is_none_of_them() -> None:
-    whole, kept = group(4, 1, 2, 3), OutcomeStore()
+    whole, scoring = group(4, 1, 2, 3), scoring_of(Pool())
     *samples, baseline = whole.trajectories
     one = Group(item=whole.item, trajectories=samples, baseline=baseline)
-    kept.put(4, asyncio.run(EpisodeScorer(manager()).outcomes(one)))
+    scored(scoring, one)
+    kept = scoring.outcomes
     assert [outcome.score for outcome in kept.take(one) if outcome] == [1, 2]
     found = kept.take_baseline(one)
     assert found is not None and found.score == 3
@@ -86,17 +96,51 @@ def test_a_baseline_is_scored_after_the_samples_and_is_none_of_them() -> None:
 
 
 def test_a_workflows_own_reward_is_not_scored_again() -> None:
-    scoring = EpisodeScorer(manager())
-    (outcome,) = asyncio.run(scoring.outcomes(group(0, 3, rewards=0.5)))
-    pool: Any = scoring.manager.parts.pool
-    assert outcome.score == 1.5 and pool.calls == []
+    own, pool = group(0, 3, 2), Pool()
+    own.trajectories[0].set_reward(1.5)
+    (found,) = scored(scoring_of(pool), own)
+    assert [outcome.score for outcome in found] == [1.5, 2.0] and pool.calls == [1]
+    assert scored(scoring_of(pool), group(1, 3, rewards=0.5)) == [[]] and pool.calls == [1]
 
 
 def test_an_error_of_the_pool_reaches_whoever_asked() -> None:
-    scoring = EpisodeScorer(manager())
-    scoring._pool.score = lambda requests: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    pool = Pool()
+    pool.score = lambda requests: 1 / 0  # type: ignore[assignment, method-assign, return-value]
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(scoring.outcomes(group(0, 1)))
+        scored(scoring_of(pool), group(0, 1))
+
+
+def test_each_process_scores_its_own_rows() -> None:
+    """Rows of two processes and one whose tokens are here, in the order of the group."""
+    pool, holders, whole = Pool(), Elsewhere(), group(0, 1, 2, 3, 4)
+    trajectories = whole.trajectories
+    kept = [holders.keep(f"host-{row % 2}", str(row), one) for row, one in enumerate(trajectories[:3])]
+    scoring = scoring_of(pool)
+    scoring.holders = holders
+    (found,) = scored(scoring, Group(item=whole.item, trajectories=[*kept, trajectories[3]]))
+    assert [outcome.score for outcome in found] == [1, 2, 3, 4]
+    assert pool.calls == [1] and sorted(holders.calls) == [("host-0", 2), ("host-1", 1)]
+
+
+class Elsewhere(Holders):
+    """Processes that keep rows, in this one."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.stores: dict[str, dict[str, Trajectory]] = {}
+        self.calls: list[tuple[str, int]] = []
+
+    def keep(self, home: str, key: str, trajectory: Any) -> TrajectoryRef:
+        self.stores.setdefault(home, {})[key] = trajectory
+        return TrajectoryRef.of(trajectory, home, key)
+
+    async def _call_actor(self, home: str, method: str, *args: Any) -> Any:
+        assert method == "score"
+        keys, prompt = args
+        assert set(prompt) == {"data_source", "ground_truth", "extra_info"}
+        self.calls.append((home, len(keys)))
+        lengths = [len(self.stores[home][key].response_ids) for key in keys]
+        return pack_outcomes([RewardOutcome(score=float(length)) for length in lengths])
 
 
 def batch_of(outcomes: list[RewardOutcome | None]) -> DataProto:

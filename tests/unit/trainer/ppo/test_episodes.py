@@ -13,7 +13,7 @@ from rlhub.agents.workflows.base import EpisodeData
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
-from rlhub.rewards.managers import OUTCOMES
+from rlhub.rewards.base import OUTCOMES
 from rlhub.trainer.ppo.episodes import EpisodeSamples
 from rlhub.utils.aio.results import Reject
 from rlhub.utils.aio.task_runner import AsyncTaskRunner

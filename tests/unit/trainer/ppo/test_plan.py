@@ -84,7 +84,7 @@ def test_faults_are_named_together_with_the_other_problems() -> None:
         ("nowhere.py:mine", "nowhere.py"),
         ("own.py:failing", "it raised ZeroDivisionError: division by zero"),
         ("own.py:values", "node 'more' is on critic, which this job does not have: choose an algorithm.adv_estimator"),
-        ("sft", "next_batch"),
+        ("sft", "trainer.pipeline=sft is another command's; of this one: ppo, dapo"),
     ],
 )
 def test_one_fault(target: str, expected: str) -> None:

@@ -15,7 +15,8 @@ from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardFailure, RewardOutcome
-from rlhub.rewards.managers import OUTCOMES, NaiveManager
+from rlhub.rewards.base import OUTCOMES
+from rlhub.rewards.managers import NaiveManager
 from rlhub.trainer.ppo.validation import Validator
 from rlhub.utils.timing import PhaseTimer
 from tests.unit.rewards.test_managers import Letters, make_batch, parts

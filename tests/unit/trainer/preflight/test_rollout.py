@@ -140,3 +140,12 @@ def test_a_mixture_of_experts_is_refused_on_vllm_before_anything_starts(tmp_path
     server.model.path, server.rollout.name = experts, name
     (problem,) = check_server(server, set())
     assert problem.startswith(f"rollout.name={name}: ") and "set rollout.name=hf" in problem
+
+
+def test_servers_of_another_job_have_one_driver() -> None:
+    config = PPOConfig()
+    config.actor_rollout_ref.rollout = remote()
+    assert not [problem for problem in check_rollout_engine(config) if "controller" in problem]
+    config.trainer.controller = "multi"
+    (problem,) = check_rollout_engine(config)
+    assert "rollout.name=remote" in problem and "or trainer.controller=single" in problem

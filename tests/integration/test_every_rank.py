@@ -1,0 +1,56 @@
+"""Every rank runs the loop: as under one driver, bit for bit, with and without Ray, and no rank outlives another's death."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from rlhub.config.cli import prepare
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.single_controller import ObservedCall
+from rlhub.tracking.metrics_log import read_metrics
+from rlhub.trainer.launch import launch_ranks
+from rlhub.trainer.main_ppo import fit
+from scripts.checks.jobs import ROOT, STEPS, Task
+from tests.support.every_rank import POOLS, RANKS, start_ranks
+
+
+def test_batches_by_reference_are_those_of_one_driver(tmp_path: Path) -> None:
+    """The same checks as through Ray, in five processes of three pools of which each runs its own share."""
+    size = RANKS + sum(sum(counts) for counts in POOLS.values())
+    ranks = start_ranks(size, "-m", "tests.support.every_rank", log=tmp_path / "log")
+    codes = [rank.wait(300) for rank in ranks]
+    assert codes == [0] * size, "\n".join((tmp_path / f"log.{rank}").read_text()[-3000:] for rank in range(size))
+
+
+def test_one_driver_every_rank_and_torchrun_give_the_same_bits_and_a_killed_rank_ends_all() -> None:
+    """The sample of the program: its controls must differ, and the run resumes to the same weights."""
+    command = [sys.executable, str(ROOT / "scripts/checks/every_rank.py"), "--only=grpo", "--ranks=2", "--kills=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok ") == 7 and "control: gather order permuted" in done.stdout, done.stdout
+
+
+class Calls:
+    """Observes calls."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, int]] = []
+
+    def on_start(self, call: ObservedCall) -> None:
+        self.started.append((call.method, len(call.workers)))
+
+    def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None: ...
+
+    def on_transfer(self, call: ObservedCall, *, sent: int = 0, received: int = 0) -> None: ...
+
+
+def test_the_launcher_makes_one_call_a_rank(ray_cluster: None, tmp_path: Path) -> None:
+    """After it has asked where the ranks meet; all steps of the run lie between the call and its result."""
+    run, calls = tmp_path / "run", Calls()
+    more = ("trainer.backend=ray", "trainer.controller=multi", "trainer.n_gpus_per_node=2", "trainer.record_batches=False")
+    config = prepare(PPOConfig, "ppo", Task(folder=tmp_path / "task", seconds=0.0).write().arguments(run, *more))
+    assert launch_ranks(config, fit, [calls]) == 0
+    assert calls.started == [("address", 1), ("train", 2)]
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, STEPS + 1))

@@ -1,0 +1,61 @@
+"""Real simulators pass the suite in processes of a manager; those with dependencies of their own where their environment exists.
+
+bash recipes/embodied_libero/setup_env.sh metaworld && pytest -m simulators tests/integration/test_simulators.py
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhub.envs.vector.check import CHECKS, check_vector_env
+from rlhub.envs.vector.manager import EnvManager, EnvManagerOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+BABYAI = {"tile_size": 8, "agent_pov": True}
+REACH = {"env_name": "reach-v3", "camera_name": "corner2", "width": 64, "height": 64, "seed": 0}
+
+
+def check(chunks: int, **options: Any) -> None:
+    env = EnvManager(EnvManagerOptions(num_envs=2, processes=2, **options))
+    try:
+        assert check_vector_env(env, chunks=chunks) == [check.__name__ for check in CHECKS]
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "settings"),
+    [
+        ("mujoco", "reach_color", {}),
+        ("minigrid", "gymnasium_vector", {"id": "BabyAI-GoToRedBallGrey-v0", "imports": ["minigrid"], "make_kwargs": BABYAI}),
+        ("gymnasium", "gymnasium_vector", {"id": "Pendulum-v1", "pictures": False}),
+    ],
+)
+def test_a_simulator_passes(package: str, name: str, settings: dict[str, Any]) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{package} of the extra 'envs' is not installed: bash scripts/setup_env.sh")
+    more = {"chunk": 4, "max_steps": 12} if name == "gymnasium_vector" else {}
+    check(100 if name == "reach_color" else 20, name=name, settings=settings | more)
+
+
+@pytest.mark.simulators
+@pytest.mark.parametrize(
+    ("simulator", "name", "settings"),
+    [
+        (
+            "metaworld",
+            "gymnasium_vector",
+            {"id": "Meta-World/MT1", "imports": ["metaworld"], "make_kwargs": REACH, "instruction": "reach the goal"},
+        ),
+        ("libero", "recipes/embodied_libero/libero_env.py:LiberoSimulator", {}),
+    ],
+)
+def test_a_simulator_with_its_own_python_passes(simulator: str, name: str, settings: dict[str, Any]) -> None:
+    python = ROOT / f".venv-{simulator}/bin/python"
+    if not python.exists():
+        pytest.skip(f"there is no {python}: bash recipes/embodied_libero/setup_env.sh {simulator}")
+    check(3, name=name, settings=settings | {"chunk": 4, "max_steps": 12}, python=str(python), timeout_s=300.0)
