@@ -120,8 +120,6 @@ def problems(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
         role_model = engine.role_model
         adapters = check_adapters(engine.section, role_model.model, role_model.model_key, role_model.strategy_key)
         by_fault.setdefault((str(role_model.strategy), f"{role_model.model.lora_rank} adapters"), adapters)
-        by_fault.setdefault(
-            (str(role_model.strategy), f"{role_model.model.vla}"), problems_of(role_model.model, role_model.strategy)
-        )
+        by_fault.setdefault((f"actions {role_model.model.vla}",), problems_of(role_model.model))
     found = [problem for faults in by_fault.values() for problem in faults]
     return found + [problem for sections in pools.values() for problem in check_shared_processes(sections)]

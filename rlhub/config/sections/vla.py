@@ -90,13 +90,10 @@ def vla_of(model: ModelConfig) -> VLAConfig | None:
     return vla
 
 
-def problems_of(model: ModelConfig, strategy: str | None) -> list[str]:
-    """Returns what keeps the policy with this section from being trained by the engine `strategy`; [] for a language model."""
-    if not model.vla:
-        return []
-    found = [f"model.vla with strategy={strategy}: it trains language models only; use fsdp2"] if strategy == "megatron" else []
+def problems_of(model: ModelConfig) -> list[str]:
+    """Returns the problems of the section; [] for a language model."""
     try:
         vla_of(model)
     except ConfigError as error:
-        found += error.problems
-    return found
+        return list(error.problems)
+    return []

@@ -32,6 +32,7 @@ def make_batch(seed: int, num_rows: int, width: int) -> dict[str, Tensor]:
     tokens = torch.ones(num_rows, PROMPT).long()
     tokens[::2, 0] = 0
     scores = torch.randint(0, 4, (num_rows,), generator=generator) / 3.0
+    place = torch.arange(num_rows)  # three rows a prompt: an episode of two calls, and one of a single call
     return {
         "sample_index": torch.arange(num_rows),
         "uid": torch.arange(num_rows) // 3 + 40,
@@ -51,6 +52,10 @@ def make_batch(seed: int, num_rows: int, width: int) -> dict[str, Tensor]:
         "reward/right": scores.double(),
         "reward/short": torch.rand(num_rows, generator=generator, dtype=torch.float64),
         "policy_version": torch.randint(3, VERSION + 1, (num_rows, width), generator=generator),
+        "episode": place // 3 * 2 + (place % 3 == 2),
+        "call": (place % 3 == 1).long(),
+        "terminated": torch.rand(num_rows, generator=generator) < 0.5,
+        "next_values": torch.randn(num_rows, generator=generator),
     }
 
 
