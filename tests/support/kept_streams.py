@@ -74,6 +74,7 @@ class Stream:
 
     def step(self, step: int) -> list[tuple[int, list[int], list[bool], list[float]]]:
         """Goes through a training step; returns each row's ordinal, tokens, mask and log-probs."""
+        self.settle()  # else which groups a step takes depends on which process was faster
         self.source.publish()
         batch = self.source.sample(self.prompts, step).batch
         assert isinstance(batch, BatchRef) == (self.holders is not None)
