@@ -98,11 +98,17 @@ class PolicyUpdater:
             scale=self.scale,
             outputs=("log_probs", "entropy", *(("values",) if self.config.value_loss_coef else ())),
             units=self.units,
+            enough=self._moved_far,
         )
         metrics = policy_metrics(steps)
         if self.correction.behaviour(rows) is not None:
             metrics |= extremes.metrics(self.engine)
         return metrics
+
+    def _moved_far(self, step: StepSums) -> bool:
+        """Returns whether the policy is further from the old one than the setting allows."""
+        limit = self.config.target_kl
+        return limit is not None and step.sums.get("ppo_kl", 0.0) > limit * step.denominators.tokens
 
     def _loss(self, extremes: Extremes, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
         outputs, micro = self._of_units(outputs, micro)
@@ -284,8 +290,10 @@ def take_steps(
     scale: float,
     outputs: tuple[str, ...],
     units: Units = TOKENS,
+    enough: Callable[[StepSums], bool] | None = None,
 ) -> list[StepSums]:
-    """Takes one optimizer step for each mini-batch of each epoch.  units: what the denominators count.
+    """Takes one optimizer step for each mini-batch of each epoch.  units: what the denominators count.  enough: returns, after a
+    step, whether it was the last one; it decides by global sums, so all ranks agree.
 
     A mini-batch without a token to learn from takes no step, because the optimizer's momentum and decay would move the
     weights.
@@ -297,6 +305,8 @@ def take_steps(
             continue
         sums = engine.forward_backward(mini, partial(_with_denominators, loss, denominators), outputs=outputs)
         steps.append(StepSums(sums=sums, denominators=denominators, report=engine.optimizer_step()))
+        if enough is not None and enough(steps[-1]):
+            break
     return steps
 
 
