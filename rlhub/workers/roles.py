@@ -412,7 +412,8 @@ class SFTWorker(EngineWorker):
     def train_step(self, batch: DataProto) -> DataProto:
         """Takes one optimizer step over the batch; meta_info["metrics"] are global."""
         rows = self._rows(batch, self.config.data.train_files)
-        steps = take_steps(self.engine, rows, sft_loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=("log_probs",))
+        outputs = ("log_probs",)
+        steps = list(take_steps(self.engine, rows, sft_loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=outputs))
         check_finite(self.engine, "after the update")
         if not steps:
             raise DataError("no row of this batch has a token to learn from; check data.response_key and the truncation")

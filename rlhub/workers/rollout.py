@@ -118,8 +118,10 @@ class RolloutPart(Worker):
 
     @register(dispatch_mode=ROLLOUT, deadline="generate")
     def run_episodes(self, scenes: DataProto) -> DataProto:
-        """Runs meta_info["n"] episodes from each scene in the rank's simulators, and returns a row for each call of the policy, in
-        the order of scene, episode and call; see `training_rows` and `starts_of`."""
+        """Runs meta_info["n"] episodes from each scene in the rank's simulators (see `starts_of`).
+
+        Returns a row for each call of the policy, in the order of scene, episode and call (see `training_rows`).
+        """
         self._wake_rollout()
         meta = scenes.meta_info
         calls = self.episodes.run(starts_of(scenes.batch, samples=meta["n"], run_seed=self.runtime.seed), self._sampling(meta))

@@ -28,10 +28,10 @@ def problems(config: PPOConfig) -> list[str]:
     env, rollout, scoring = config.env, config.actor_rollout_ref.rollout, config.reward_model
     if env.name is None:
         return []
-    given, ranks = f"env.name={env.name}", _rollout_ranks(config)
+    policy, given, ranks = config.actor_rollout_ref.model, f"env.name={env.name}", _rollout_ranks(config)
     assert env.num_envs is not None, "derive first"
     refused = {
-        f"needs a policy of actions: set actor_rollout_ref.model.vla, and {_ROLLOUT}.name=hf": not config.actor_rollout_ref.model.vla,
+        f"needs a policy of actions: set actor_rollout_ref.model.vla and {_ROLLOUT}.name=hf": not policy.vla,
         "reads no prompts: leave data.train_files and data.val_files out, or set env.name=null": bool(
             config.data.train_files or config.data.val_files
         ),
@@ -53,18 +53,18 @@ def problems(config: PPOConfig) -> list[str]:
 
 def requirement_problems(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
     """Returns the problems with what the advantage estimator needs.  requires: of its registry row."""
-    name, vla = config.algorithm.adv_estimator, config.actor_rollout_ref.model.vla
-    if (config.env.name is None) != ("episodes" not in requires):
-        needed = "needs the episodes of simulators: set env.name" if config.env.name is None else (
-            f"reads single responses, but a row of env.name={config.env.name} is one call of an episode: set chunk_gae or chunk_grpo"
-        )
-        return [f"algorithm.adv_estimator={name} {needed}"]
+    name, vla, env = config.algorithm.adv_estimator, config.actor_rollout_ref.model.vla, config.env.name
+    if env is None and "episodes" in requires:
+        return [f"algorithm.adv_estimator={name} needs the episodes of simulators: set env.name"]
+    if env is not None and "episodes" not in requires:
+        known = "set chunk_gae or chunk_grpo"
+        return [f"algorithm.adv_estimator={name}: a row of env.name={env} is one call of an episode, not a response; {known}"]
     found = []
-    if config.env.name is not None and "values" in requires:
+    if env is not None and "values" in requires:
         if not vla.get("value_head"):
             found.append(f"algorithm.adv_estimator={name} needs values: set actor_rollout_ref.model.vla.value_head=true")
         if not config.actor_rollout_ref.actor.value_loss_coef:
             found.append(f"algorithm.adv_estimator={name} needs values: set actor_rollout_ref.actor.value_loss_coef above 0")
         if config.algorithm.rollout_correction.bypass_mode:
-            found.append(f"algorithm.adv_estimator={name}: the pass that algorithm.rollout_correction.bypass_mode saves gives the values")
+            found.append(f"algorithm.adv_estimator={name} needs algorithm.rollout_correction.bypass_mode=false")
     return found

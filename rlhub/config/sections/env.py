@@ -12,7 +12,8 @@ from rlhub.config.schema import NonNegativeInt, PositiveInt
 class EnvConfig:
     name: str | None = None
     """Simulator whose episodes train the policy (model.vla): reach_color, gymnasium_vector, module:name or path/to/file.py:name;
-    null: the policy answers the prompts of data.train_files. A step has data.train_batch_size scenes of rollout.n episodes each."""
+    null: the policy answers the prompts of data.train_files. A step has data.train_batch_size scenes, with rollout.n episodes
+    from each."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of the simulator, by its own names."""
     manager: dict[str, Any] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhub.config.sections.env import EnvConfig
@@ -33,7 +34,7 @@ from rlhub.utils.seeding import sample_seed, sample_seeds
 
 
 @dataclass(slots=True, kw_only=True)
-class Start:
+class EpisodeStart:
     """The start of an episode.  scene: the number of its scene in the batch, and sample: its number among the scene's episodes.
 
     seed: of the environment.  initial: the fixed initial state that it begins with, -1 for one drawn from the seed.
@@ -48,7 +49,7 @@ class Start:
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class PolicyCall:
     """One call of the policy, and what its actions did.
 
     images: (cameras, 3, height, width) uint8.  executed: the number of its actions that were executed.  reward: their sum.
@@ -56,7 +57,7 @@ class Call:
     lost: the environment ended with its process, and nothing of the call counts.
     """
 
-    start: Start
+    start: EpisodeStart
     number: int
     prompt_ids: list[int]
     images: Tensor
@@ -71,14 +72,14 @@ class Call:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Running:
+class _Active:
     """An episode in an environment, and what the policy reads next.  ended: of what it reads, only the value is wanted."""
 
-    start: Start
+    start: EpisodeStart
     place: int
     instruction: str = ""
     images: Tensor = field(default_factory=lambda: torch.empty(0))
-    calls: list[Call] = field(default_factory=list)
+    calls: list[PolicyCall] = field(default_factory=list)
     ended: bool = False
 
     def observe(self, obs: Obs, row: int) -> None:
@@ -97,7 +98,7 @@ class EpisodeRunner:
         self.stages = [_Stage(EnvManager(options), self) for options in stage_options(config, vla)]
         self._prompts: dict[str, list[int]] = {}
 
-    def run(self, starts: Sequence[Start], sampling: SamplingParams) -> list[Call]:
+    def run(self, starts: Sequence[EpisodeStart], sampling: SamplingParams) -> list[PolicyCall]:
         """Returns the calls of all episodes, ordered by scene, sample and number."""
         for index, stage in enumerate(self.stages):
             stage.begin(starts[index :: len(self.stages)])
@@ -112,11 +113,11 @@ class EpisodeRunner:
         episodes.sort(key=lambda episode: (episode.start.scene, episode.start.sample))
         return [call for episode in episodes for call in episode.calls]
 
-    def _request(self, episode: _Running) -> GenerationRequest:
+    def _request(self, episode: _Active) -> GenerationRequest:
         seed = sample_seed(episode.start.policy_seed, len(episode.calls), 0)
         return GenerationRequest(prompt_ids=self.prompt(episode), seed=seed, images=episode.images)
 
-    def prompt(self, episode: _Running) -> list[int]:
+    def prompt(self, episode: _Active) -> list[int]:
         """Returns the tokens of the episode's instruction and of the places of its pictures."""
         if episode.instruction not in self._prompts:
             found = prompts_with_images(self.tokenizer, [episode.instruction], len(episode.images), self.vla)
@@ -129,15 +130,15 @@ class EpisodeRunner:
             stage.env.close()
 
 
-def starts_of(scenes: Mapping[str, Tensor], *, samples: int, run_seed: int) -> list[Start]:
+def starts_of(scenes: Mapping[str, Tensor], *, samples: int, run_seed: int) -> list[EpisodeStart]:
     """Returns the starts of `samples` episodes from each scene.
 
-    scenes: uid, the number of the scene in the batch; ordinal, its number in the run; seed and initial, as Start has them;
+    scenes: uid, the number of the scene in the batch; ordinal, its number in the run; seed and initial, as EpisodeStart has them;
     each (rows,) int64.
     """
     columns = (scenes[name].tolist() for name in ("uid", "ordinal", "seed", "initial"))
     return [
-        Start(scene=scene, sample=sample, seed=seed, initial=initial, policy_seed=policy_seed)
+        EpisodeStart(scene=scene, sample=sample, seed=seed, initial=initial, policy_seed=policy_seed)
         for scene, ordinal, seed, initial in zip(*columns, strict=True)
         for sample, policy_seed in enumerate(sample_seeds(run_seed, ordinal, samples))
     ]
@@ -166,14 +167,14 @@ class _Stage:
 
     def __init__(self, env: EnvManager, runner: EpisodeRunner) -> None:
         self.env, self.runner = env, runner
-        self.begun: list[_Running] = []
-        self._waiting: deque[Start] = deque()
+        self.begun: list[_Active] = []
+        self._waiting: deque[EpisodeStart] = deque()
         self._free: list[int] = []
-        self._new: tuple[list[_Running], Future[Obs]] | None = None
-        self._acting: list[_Running] = []
+        self._new: tuple[list[_Active], Future[Obs]] | None = None
+        self._acting: list[_Active] = []
         self._chunk: Future[ChunkResult] | None = None
 
-    def begin(self, starts: Sequence[Start]) -> None:
+    def begin(self, starts: Sequence[EpisodeStart]) -> None:
         """Begins the first of the episodes, as many as there are environments, without waiting for them."""
         self.begun, self._waiting, self._free = [], deque(starts), list(range(self.env.num_envs))
         self._chunk = None
@@ -186,7 +187,7 @@ class _Stage:
         if not count:
             return
         places, self._free = self._free[:count], self._free[count:]
-        new = [_Running(start=self._waiting.popleft(), place=place) for place in places]
+        new = [_Active(start=self._waiting.popleft(), place=place) for place in places]
         seeds, fixed = [episode.start.seed for episode in new], [episode.start.initial for episode in new]
         known = self.env.spec.initial_states
         if max(fixed) >= known > 0:
@@ -195,9 +196,9 @@ class _Stage:
         initial = fixed if known and fixed[0] >= 0 else None
         self._new = new, self.env.submit_reset(places, seeds=seeds, initial=initial)
 
-    def observed(self) -> list[_Running]:
+    def observed(self) -> list[_Active]:
         """Waits for the environments, and returns the episodes of which the policy reads something next."""
-        asked: list[_Running] = []
+        asked: list[_Active] = []
         if self._chunk is not None:
             asked = self._recorded(self._chunk.result())
             self._reset()
@@ -210,7 +211,7 @@ class _Stage:
             self._new = None
         return asked
 
-    def act(self, asked: Sequence[_Running], answers: Sequence[Completion]) -> bool:
+    def act(self, asked: Sequence[_Active], answers: Sequence[Completion]) -> bool:
         """Sends the chosen actions of running episodes to the environments.  Returns False where all episodes are over."""
         spec, actions = self.env.spec, self.runner.actions
         chosen = np.zeros((self.env.num_envs, self.runner.vla.chunk, spec.action_dim), np.float32)
@@ -221,14 +222,14 @@ class _Stage:
         for episode, answer in running:
             prompt, number = self.runner.prompt(episode), len(episode.calls)
             episode.calls.append(
-                Call(start=episode.start, number=number, prompt_ids=prompt, images=episode.images, completion=answer)
+                PolicyCall(start=episode.start, number=number, prompt_ids=prompt, images=episode.images, completion=answer)
             )
             chosen[episode.place] = actions.decode(answer.token_ids)
         self._acting = [episode for episode, _ in running]
         self._chunk = self.env.submit_chunk(chosen) if running else None
         return bool(running) or bool(self._waiting)
 
-    def _recorded(self, result: ChunkResult) -> list[_Running]:
+    def _recorded(self, result: ChunkResult) -> list[_Active]:
         """Writes what the last calls did.  Returns the episodes that go on, and those whose last value is wanted."""
         ended_rows = {int(place): row for row, place in enumerate(np.flatnonzero(result.ended))}
         asked = []
@@ -255,7 +256,7 @@ class _Stage:
 
 
 def training_rows(
-    calls: Sequence[Call], vla: VLAConfig, pad: int, *, samples: int, widest: Callable[[int], int]
+    calls: Sequence[PolicyCall], vla: VLAConfig, pad: int, *, samples: int, widest: Callable[[int], int]
 ) -> dict[str, Tensor]:
     """Returns the calls as columns of a batch.
 
@@ -270,26 +271,32 @@ def training_rows(
     attended = left_padded([[1] * len(call.prompt_ids) for call in calls], 0)
     wider = ((0, 0), (widest(prompts.shape[1]) - prompts.shape[1], 0))
     responses = np.asarray([call.completion.token_ids for call in calls], np.int64)
-    executed = np.asarray([0 if call.lost else call.executed * vla.action_dim for call in calls])
-    columns: dict[str, Any] = {
+    executed = np.asarray([[call.executed * vla.action_dim] for call in calls])
+    columns = {
         "input_ids": np.concatenate([np.pad(prompts, wider, constant_values=pad), responses], 1),
         "attention_mask": np.concatenate([np.pad(attended, wider), np.ones_like(responses)], 1),
         "responses": responses,
-        "response_mask": (np.arange(responses.shape[1]) < executed[:, None]).astype(np.int64),
+        "response_mask": (np.arange(responses.shape[1]) < executed).astype(np.int64),
         "prompt_length": attended.sum(1),
         "response_length": np.full(len(calls), responses.shape[1]),
         "finish_reason": np.asarray([FINISH_CODES[call.completion.finish_reason] for call in calls]),
+    }
+    if all(call.completion.log_probs for call in calls):
+        columns["rollout_log_probs"] = np.asarray([call.completion.log_probs for call in calls], np.float32)
+    tensors = {name: torch.from_numpy(column) for name, column in (columns | outcomes(calls, samples)).items()}
+    return tensors | {PIXEL_VALUES: torch.stack([call.images for call in calls])}
+
+
+def outcomes(calls: Sequence[PolicyCall], samples: int) -> dict[str, NDArray[Any]]:
+    """Returns what became of each call, one number a row; see `training_rows`."""
+    return {
         "uid": np.asarray([call.start.scene for call in calls]),
         "episode": np.asarray([call.start.scene * samples + call.start.sample for call in calls]),
         "call": np.asarray([call.number for call in calls]),
-        "scores": np.asarray([0.0 if call.lost else call.reward for call in calls], np.float32),
+        "scores": np.asarray([call.reward for call in calls], np.float32),
         "valid": np.ones(len(calls), np.bool_),
         "next_values": np.asarray([call.next_value for call in calls], np.float32),
         "terminated": np.asarray([call.terminated for call in calls]),
         "success": np.asarray([call.success for call in calls]),
         "lost": np.asarray([call.lost for call in calls]),
     }
-    if all(call.completion.log_probs for call in calls):
-        columns["rollout_log_probs"] = np.asarray([call.completion.log_probs for call in calls], np.float32)
-    tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
-    return tensors | {PIXEL_VALUES: torch.stack([call.images for call in calls])}

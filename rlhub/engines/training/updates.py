@@ -89,7 +89,7 @@ class PolicyUpdater:
         """
         mask = "loss_mask" if "loss_mask" in rows else "learn_mask"
         extremes, rows = Extremes(), with_staleness(counting(rows, mask), version)
-        steps = take_steps(
+        taken = take_steps(
             self.engine,
             rows,
             partial(self._loss, extremes),
@@ -98,8 +98,12 @@ class PolicyUpdater:
             scale=self.scale,
             outputs=("log_probs", "entropy", *(("values",) if self.config.value_loss_coef else ())),
             units=self.units,
-            enough=self._moved_far,
         )
+        steps = []
+        for step in taken:
+            steps.append(step)
+            if self._moved_far(step):
+                break
         metrics = policy_metrics(steps)
         if self.correction.behaviour(rows) is not None:
             metrics |= extremes.metrics(self.engine)
@@ -225,7 +229,7 @@ class ValueUpdater:
             scale=self.scale,
             outputs=("values",),
         )
-        return value_metrics(steps)
+        return value_metrics(list(steps))
 
     def _loss(self, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
         assert outputs.values is not None
@@ -290,24 +294,18 @@ def take_steps(
     scale: float,
     outputs: tuple[str, ...],
     units: Units = TOKENS,
-    enough: Callable[[StepSums], bool] | None = None,
-) -> list[StepSums]:
-    """Takes one optimizer step for each mini-batch of each epoch.  units: what the denominators count.  enough: returns, after a
-    step, whether it was the last one; it decides by global sums, so all ranks agree.
+) -> Iterator[StepSums]:
+    """Takes one optimizer step for each mini-batch of each epoch, and yields it.  units: what the denominators count.
 
     A mini-batch without a token to learn from takes no step, because the optimizer's momentum and decay would move the
     weights.
     """
-    steps = []
     for mini in mini_batches(rows, num_mini_batches, epochs):
         denominators = count_denominators(engine, units.mask(mini["response_mask"]), scale)
         if denominators.tokens == 0:
             continue
         sums = engine.forward_backward(mini, partial(_with_denominators, loss, denominators), outputs=outputs)
-        steps.append(StepSums(sums=sums, denominators=denominators, report=engine.optimizer_step()))
-        if enough is not None and enough(steps[-1]):
-            break
-    return steps
+        yield StepSums(sums=sums, denominators=denominators, report=engine.optimizer_step())
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,12 +19,12 @@ OWN_NUMBERS = ("acc", "overlong", "overlong_reward", "function", "model", "judge
 class Requirements:
     """Says what the training step computes.
 
-    values: a critic predicts them; own_values: the policy itself does, in the pass before its update.  reference: log-probs of the frozen starting policy are read.  old_log_probs: the policy has
-    a forward pass of its own before the update; sum_pi_squared: which also gives that.  bypass: the rollout's log-probs stand in
-    for the old ones.  groups: several samples per prompt.  baseline_rewards: a greedy response per prompt is scored.
-    reward_components: the scorer's own numbers are read.  rollout_log_probs: the update reads them.  correction: tokens are
-    weighted or rejected before the update; staleness: or in it, by how old they are.  selection: the loss chooses tokens from the
-    whole mini-batch.
+    values: a critic predicts them; own_values: the policy itself does, in its pass before the update.  reference: log-probs of
+    the frozen starting policy are read.  old_log_probs: the policy has a forward pass of its own before the update;
+    sum_pi_squared: which also gives that.  bypass: the rollout's log-probs stand in for the old ones.  groups: several samples
+    per prompt.  baseline_rewards: a greedy response per prompt is scored.  reward_components: the scorer's own numbers are read.
+    rollout_log_probs: the update reads them.  correction: tokens are weighted or rejected before the update; staleness: or in
+    it, by how old they are.  selection: the loss chooses tokens from the whole mini-batch.
     """
 
     values: bool

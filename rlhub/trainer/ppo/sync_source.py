@@ -20,7 +20,7 @@ import torch
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
-from rlhub.data.prompts import PromptLoader
+from rlhub.data.order import ResumableLoader
 from rlhub.errors import CheckpointError
 from rlhub.protocol import Batch, DataProto
 from rlhub.single_controller import WorkerGroup
@@ -111,7 +111,7 @@ class SyncSource:
     """Is the SampleSource of the synchronous schedule."""
 
     config: PPOConfig
-    loader: PromptLoader
+    loader: ResumableLoader
     generator: SampleGenerator
     weights: WeightSync
     policy_version: int = field(init=False, default=0)
