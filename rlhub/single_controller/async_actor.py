@@ -34,8 +34,9 @@ class ActorConnection(Protocol):
 class ActorAddress(Protocol):
     """Calls an actor from another process than the one that started it; it can be sent there as an argument of a call."""
 
-    def begin(self, method: str, *args: Any) -> Callable[[], Any]:
-        """Starts a call; what it returns waits for the result.  That raises WorkerError, or WorkerDiedError."""
+    def begin(self, method: str, *args: Any, deadline_s: float | None = None) -> Callable[[], Any]:
+        """Starts a call; what it returns waits for the result.  That raises WorkerError, WorkerDiedError, or DeadlineError where
+        it has waited for `deadline_s`; the method goes on."""
         ...
 
     def connect(self) -> ActorConnection:

@@ -295,7 +295,7 @@ class LocalAsyncActor:
     def address(self) -> LocalAsyncActor:
         return self
 
-    def begin(self, method: str, *args: Any) -> Callable[[], Any]:
+    def begin(self, method: str, *args: Any, deadline_s: float | None = None) -> Callable[[], Any]:
         """Is the actor's own ActorAddress, from any thread but its own."""
         if self._killed:
             raise self._death(method)
@@ -303,7 +303,9 @@ class LocalAsyncActor:
 
         def wait() -> Any:
             try:
-                return call.result()
+                return call.result(deadline_s)
+            except TimeoutError:
+                raise DeadlineError(f"{self.name}.{method}", deadline_s or 0.0) from None
             except RemoteError as failure:
                 raise failure.error from (failure.__cause__ or failure.cause)
             except CancelledError:

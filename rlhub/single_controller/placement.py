@@ -1,4 +1,5 @@
-"""Places the replicas of the rollout service: on GPUs of their own pool, on those of the actor's ranks, or simply on CPUs."""
+"""Places actors: the replicas of the rollout service on GPUs of their own pool, on those of the actor's ranks, or simply on CPUs,
+and the processes of simulators on a pool with what each of them reserves."""
 
 from __future__ import annotations
 
@@ -57,7 +58,11 @@ class ReplicaPlaces:
             from rlhub.single_controller.ray.pool import RayResourcePool
 
             self._pool = RayResourcePool(
-                self._counts, use_gpu=True, deadline_s=self._deadline_s, wait_for_nodes=True, gpus_per_rank=self._each
+                self._counts,
+                use_gpu=True,
+                deadline_s=self._deadline_s,
+                wait_for_nodes=True,
+                amounts={"CPU": 1.0, "GPU": float(self._each)},
             )
             self._pool.slots()
 
@@ -69,7 +74,7 @@ class ReplicaPlaces:
     def options(self, number: int, common: AsyncActorOptions) -> AsyncActorOptions:
         """Returns the options of replica `number`.  Raises ResourceError where there is no device for it."""
         if self._device != "cuda":
-            return replace(common, num_cpus=0.0, node_id=self._node_of(number))  # CPUs are shared, not reserved
+            return replace(common, num_cpus=0.0, node_id=_node_by_number(number, self._counts))  # CPUs are shared, not reserved
         if self._pool is not None:
             slots = self._pool.slots()
             self._check(number, len(slots))
@@ -86,16 +91,52 @@ class ReplicaPlaces:
                 "first, or give the rollout's pool more ranks"
             )
 
-    def _node_of(self, number: int) -> str:
-        """Returns the node of a replica on CPUs: they fill machine by machine as the pool says, further ones go round; "" leaves
-        it to Ray."""
-        from rlhub.single_controller.ray.nodes import live_nodes
 
-        nodes = sorted(live_nodes(), key=lambda node: node.address)
-        if len(nodes) < 2 or len(self._counts) < 2:
-            return ""
-        entries = [entry for entry, count in enumerate(self._counts) for _ in range(count)]
-        return nodes[entries[number % len(entries)] % len(nodes)].node_id
+@dataclass(slots=True, kw_only=True)
+class ActorPlaces:
+    """Gives the actors of a pool their places, by number: machine by machine, in the order of the machines' addresses.
+
+    counts: actors on each machine.  num_cpus, num_gpus: what each of them reserves.  Actors that reserve nothing share the CPUs;
+    they go round where there are fewer machines.  deadline_s: longest wait for the reservation.
+    """
+
+    counts: Sequence[int]
+    num_cpus: float
+    num_gpus: float
+    deadline_s: float = 120.0
+    _pool: RayResourcePool | None = None
+
+    def reserve(self) -> None:
+        """Reserves the CPUs and GPUs; raises ResourceError when the cluster cannot give them in time."""
+        from rlhub.single_controller.ray.pool import RayResourcePool
+
+        amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus}
+        if any(amounts.values()):
+            self._pool = RayResourcePool(self.counts, deadline_s=self.deadline_s, amounts=amounts)
+            self._pool.slots()
+
+    def release(self) -> None:
+        if self._pool is not None:
+            self._pool.release()
+            self._pool = None
+
+    def options(self, number: int, common: AsyncActorOptions) -> AsyncActorOptions:
+        """Returns the options of actor `number`."""
+        if self._pool is not None:
+            return replace(common, num_cpus=self.num_cpus, num_gpus=self.num_gpus, slot=self._pool.slots()[number])
+        return replace(common, num_cpus=0.0, node_id=_node_by_number(number, self.counts))
+
+
+def _node_by_number(number: int, counts: Sequence[int]) -> str:
+    """Returns the node of an actor on CPUs: they fill machine by machine as the counts say, further ones go round; "" leaves it
+    to Ray."""
+    from rlhub.single_controller.ray.nodes import live_nodes
+
+    nodes = sorted(live_nodes(), key=lambda node: node.address)
+    if len(nodes) < 2 or len(counts) < 2:
+        return ""
+    entries = [entry for entry, count in enumerate(counts) for _ in range(count)]
+    return nodes[entries[number % len(entries)] % len(nodes)].node_id
 
 
 def node_at(address: str) -> str:

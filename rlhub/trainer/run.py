@@ -22,7 +22,7 @@ from typing import Any, Protocol, Self
 from rlhub.checkpoint.files import FileEntry
 from rlhub.checkpoint.store import Checkpoint, CheckpointStore
 from rlhub.config.rules.faults import planned_faults
-from rlhub.config.rules.placement import pools_of
+from rlhub.config.rules.placement import pools_of_ranks
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import CheckpointError, NonFiniteError, RunFolderError
 from rlhub.tracking.metrics_log import MetricsLog
@@ -276,7 +276,7 @@ class Run:
         seconds = time.perf_counter() - self._step_started
         timings = {**self.timers.drain(), "timing_s/step": seconds, "perf/time_per_step": seconds, **self.calls.traffic()}
         if "perf/total_num_tokens" in metrics:
-            num_devices = sum(pool.ranks for pool in pools_of(self.config).values())
+            num_devices = sum(pool.ranks for pool in pools_of_ranks(self.config).values())
             timings["perf/throughput"] = float(metrics["perf/total_num_tokens"]) / (seconds * num_devices)
         return timings
 

@@ -7,7 +7,9 @@ rank does other work, so that responses need not travel for it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.embodied import EpisodeRunner, starts_of, training_rows
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.collectives import ensure_process_group
+from rlhub.envs.vector.manager import EnvManagerOptions
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.models.vla.policy import PIXEL_VALUES
 from rlhub.protocol import DataProto
@@ -27,7 +30,7 @@ from rlhub.rewards.pool import RewardFunction
 from rlhub.rewards.rows import BackgroundScorer, Decoder, PackedOutcomes
 from rlhub.sharding_manager.route import SyncReport
 from rlhub.sharding_manager.separate import WeightReceiver
-from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.single_controller import AsyncActorOptions, Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.single_controller.dispatch import collect_list
 from rlhub.workers.generation import (
     check_completions,
@@ -39,7 +42,9 @@ from rlhub.workers.generation import (
     training_columns,
 )
 from rlhub.workers.memory_handover import Rendezvous, WorkerRuntime
+from rlhub.workers.simulators import RemoteSimulators
 
+logger = logging.getLogger(__name__)
 ROLLOUT = make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout")
 OUTCOMES = dataclasses.replace(ROLLOUT, name="outcomes of mesh rollout", collect_fn=collect_list, proto=False)
 """The same, for methods that return no batch: one output for each part of the rows, in their order."""
@@ -73,8 +78,9 @@ class RolloutPart(Worker):
         self._register_dispatch_collect_info("rollout", dp_rank, tp_rank == 0)
         vla = vla_of(model)
         if self.env is not None and vla is not None:
-            self.episodes = EpisodeRunner(self.rollout, self.env, vla, tokenizer)
-            self.closing.callback(self.episodes.close)
+            self.make_runner = partial(EpisodeRunner, self.rollout, self.env, vla, tokenizer)
+            self.episodes = self.make_runner()
+            self.closing.callback(lambda: self.episodes.close())
 
     def _init_scoring(self, reward: RewardFunction, tokenizer: Decoder) -> None:
         """Takes this rank's share of the machine's processes of the reward function, which start with the first rows."""
@@ -115,6 +121,22 @@ class RolloutPart(Worker):
         if PIXEL_VALUES in columns.keys():
             rows[PIXEL_VALUES] = columns[PIXEL_VALUES].repeat_interleave(meta["n"], 0)
         return DataProto.from_dict(tensors=rows)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
+    def place_simulators(self, places: Sequence[AsyncActorOptions]) -> None:
+        """Starts the simulators in actors at these places, of which each rank has an equal part, in order; each of its stages has
+        an equal part of those."""
+        stages = len(self.episodes.stages)
+        share = len(places) // (self.world_size * stages)
+        own = iter(range(self.rank * stages * share, len(places), share))
+
+        def make_env(options: EnvManagerOptions) -> RemoteSimulators:
+            start = next(own)
+            return RemoteSimulators(options, places[start : start + share])
+
+        self.episodes = self.make_runner(make_env)
+        for stage in self.episodes.stages:
+            logger.info("%s runs in actors: %s", stage.env.options.name, stage.env.spec)
 
     @register(dispatch_mode=ROLLOUT, deadline="generate")
     def run_episodes(self, scenes: DataProto) -> DataProto:

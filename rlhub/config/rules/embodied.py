@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
 from rlhub.config.rules import placement
@@ -48,7 +49,37 @@ def problems(config: PPOConfig) -> list[str]:
         ),
         f"env.stages={env.stages} is more than env.num_envs={env.num_envs} of a rank": env.stages > env.num_envs,
     }
-    return [f"{given}: {text}" for text, holds in refused.items() if holds]
+    return [*(f"{given}: {text}" for text, holds in refused.items() if holds), *_apart(config)]
+
+
+def _apart(config: PPOConfig) -> Iterator[str]:
+    """Yields the problems of simulators on a pool of their own."""
+    trainer, env = config.trainer, config.env
+    name = placement.pool_name(trainer, placement.ENVIRONMENTS)
+    if name == placement.MAIN:
+        return
+    given, size = f"trainer.placement.environments={name}", f"trainer.pools.{name}"
+    processes, ranks, num_envs = placement.pool_of(trainer, placement.ENVIRONMENTS).ranks, _rollout_ranks(config), env.num_envs
+    assert num_envs is not None, "derive first"
+    for role, other in trainer.placement.items():
+        if other == name and role != placement.ENVIRONMENTS:
+            yield f"{given}, but trainer.placement.{role}={name} too: simulators have a pool of their own; give {role} another"
+    if trainer.controller == "multi":
+        yield f"{given} with trainer.controller=multi: the ranks of a pool would run the loop; set trainer.controller=single"
+    if processes % (ranks * env.stages):
+        share, rest = divmod(processes, ranks * env.stages)
+        yield (
+            f"{size}: its {processes} processes must be shared by {ranks} rollout ranks x env.stages={env.stages}: {processes} = "
+            f"{ranks * env.stages} x {share} + {rest}; set nnodes x n_gpus_per_node to a multiple of {ranks * env.stages}"
+        )
+    elif num_envs // env.stages < (share := processes // (ranks * env.stages)):
+        yield (
+            f"{size}: a stage has {share} processes, but env.num_envs={num_envs} / env.stages={env.stages} = "
+            f"{num_envs // env.stages} environments; each process needs one: set env.num_envs to at least {share * env.stages}"
+        )
+    if env.process_gpus > 1 and env.process_gpus % 1:
+        whole = int(env.process_gpus)
+        yield f"env.process_gpus={env.process_gpus:g}: Ray gives parts of one GPU or whole ones; set {whole} or {whole + 1}"
 
 
 def requirement_problems(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """The pools of ranks and the roles on them: `trainer.pools` and `trainer.placement`, typed, with their rules.
 
 The main pool (trainer.nnodes x trainer.n_gpus_per_node) has the actor and every role without a pool of its own, all in one
-process per rank.  Each further pool has its own processes, one per rank, for the roles that are placed on it.
+process per rank.  Each further pool has its own processes, one per rank, for the roles that are placed on it.  A pool of
+simulators (role environments) has no ranks: its processes are actors, of which each rollout rank has an equal number.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.registry import suggest
 
 MAIN = "main"
-ROLES = ("rollout", "reference", "critic", "reward_model", "judge")
+ENVIRONMENTS = "environments"
+ROLES = ("rollout", "reference", "critic", "reward_model", "judge", ENVIRONMENTS)
 """Roles that can be placed on a pool.  The actor is always on the main pool."""
 
 _POOLS, _PLACEMENT = "trainer.pools", "trainer.placement"
@@ -46,6 +48,12 @@ def pools_of(trainer: TrainerConfig) -> dict[str, PoolConfig]:
     assert trainer.n_gpus_per_node is not None, "derive first"
     main = PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)
     return {MAIN: main} | {name: build(PoolConfig, _entry(value), []) for name, value in trainer.pools.items() if name != MAIN}
+
+
+def pools_of_ranks(trainer: TrainerConfig) -> dict[str, PoolConfig]:
+    """Returns the pools whose processes are ranks, which with trainer.device=cuda have a GPU each: all but that of simulators."""
+    own = pool_name(trainer, ENVIRONMENTS)
+    return {name: pool for name, pool in pools_of(trainer).items() if name == MAIN or name != own}
 
 
 def pool_name(trainer: TrainerConfig, role: str) -> str:
@@ -104,14 +112,39 @@ def unneeded(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
     return [f"{_PLACEMENT}.critic={config.trainer.placement['critic']}, but {why}; remove it and its pool"]
 
 
-def on_machine(trainer: TrainerConfig, num_gpus: int) -> list[str]:
-    """Returns the problem of pools that together need more GPUs than the machine's `num_gpus`."""
-    pools = pools_of(trainer)
-    needed = sum(pool.ranks for pool in pools.values())
-    if len(pools) == 1 or needed <= num_gpus:
+def on_machine(trainer: TrainerConfig, num_gpus: int, process_gpus: float = 0.0) -> list[str]:
+    """Returns the problem of pools that together need more GPUs than the machine's `num_gpus`.
+
+    process_gpus: those of each process of simulators on a pool of their own.
+    """
+    needs = {name: float(pool.ranks) for name, pool in pools_of_ranks(trainer).items()}
+    if is_separate(trainer, ENVIRONMENTS) and process_gpus:
+        needs[pool_name(trainer, ENVIRONMENTS)] = pool_of(trainer, ENVIRONMENTS).ranks * process_gpus
+    needed = sum(needs.values())
+    if len(needs) == 1 or needed <= num_gpus:
         return []
-    arithmetic = " + ".join(f"{pool.ranks} ({name})" for name, pool in pools.items())
-    return [f"the pools need {arithmetic} = {needed} GPUs, this machine has {num_gpus}; lower {_POOLS}.*.n_gpus_per_node"]
+    arithmetic = " + ".join(f"{need:g} ({name})" for name, need in needs.items())
+    return [f"the pools need {arithmetic} = {needed:g} GPUs, this machine has {num_gpus}; lower {_POOLS}.*.n_gpus_per_node"]
+
+
+def cpus_on_machine(config: PPOConfig, num_cpus: int) -> list[str]:
+    """Returns the problem of simulators that reserve more CPUs than a cluster of this machine has beside those of the ranks.
+
+    num_cpus: those of the machine; trainer.ray_init.num_cpus stands for them where it is set.
+    """
+    trainer, each = config.trainer, config.env.process_cpus
+    if not is_separate(trainer, ENVIRONMENTS) or not each:
+        return []
+    ranks, processes = sum(pool.ranks for pool in pools_of_ranks(trainer).values()), pool_of(trainer, ENVIRONMENTS).ranks
+    available = max(int(trainer.ray_init.get("num_cpus", num_cpus)), ranks)
+    needed = ranks + processes * each
+    if needed <= available:
+        return []
+    return [
+        f"env.process_cpus={each:g}: {processes} processes x {each:g} + {ranks} ranks = {needed:g} CPUs, and the cluster that is "
+        f"started here has {available}; lower it or {_POOLS}.{pool_name(trainer, ENVIRONMENTS)}.n_gpus_per_node, or raise "
+        "trainer.ray_init.num_cpus (logical CPUs)"
+    ]
 
 
 def _entry(value: Any) -> Mapping[str, Any]:
@@ -173,6 +206,7 @@ def _idle(config: PPOConfig) -> Iterator[str]:
         else "there is no reference without actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward",
         "reward_model": "" if scoring.enable else "reward_model.enable is off",
         "judge": "" if scoring.judge.model.path else "reward_model.judge.model.path is not set",
+        ENVIRONMENTS: "" if config.env.name else "there are no simulators without env.name",
     }
     for role, why in missing.items():
         if why and is_separate(config.trainer, role):

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from rlhub.config.sections.vla import VLAConfig
 from rlhub.data.episodes import ActionTokenizer, prompts_with_images
 from rlhub.data.tokenizing import Tokenizer, left_padded, pad_id
 from rlhub.engines.rollout.base import FINISH_CODES, Completion, GenerationRequest, RolloutEngine, SamplingParams
-from rlhub.envs.vector.base import ChunkResult, Obs
+from rlhub.envs.vector.base import ChunkResult, Obs, VectorSpec
 from rlhub.envs.vector.manager import EnvManager, EnvManagerOptions
 from rlhub.errors import ConfigError, EngineError
 from rlhub.models.vla.policy import PIXEL_VALUES
@@ -88,14 +88,37 @@ class _Active:
         self.instruction = obs.instruction[row] or self.instruction
 
 
+class SubmittedEnv(Protocol):
+    """Environments in lock-step whose calls are submitted, executed one after the other, and waited for later: an EnvManager."""
+
+    options: EnvManagerOptions
+    num_envs: int
+
+    @property
+    def spec(self) -> VectorSpec: ...
+
+    def submit_reset(self, ids: Sequence[int], *, seeds: Sequence[int], initial: Sequence[int] | None) -> Future[Obs]: ...
+
+    def submit_chunk(self, actions: NDArray[np.float32]) -> Future[ChunkResult]: ...
+
+    def close(self) -> None: ...
+
+
 class EpisodeRunner:
     """Runs episodes of the engine's policy in environments of its own.  Their processes start with the first episodes."""
 
-    def __init__(self, engine: RolloutEngine, config: EnvConfig, vla: VLAConfig, tokenizer: Tokenizer) -> None:
-        """config: with num_envs, of this rank, over all stages."""
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        config: EnvConfig,
+        vla: VLAConfig,
+        tokenizer: Tokenizer,
+        make_env: Callable[[EnvManagerOptions], SubmittedEnv] = EnvManager,
+    ) -> None:
+        """config: with num_envs, of this rank, over all stages.  make_env: is called for each stage, in order."""
         self.engine, self.vla, self.tokenizer = engine, vla, tokenizer
         self.actions, self.pad_id = ActionTokenizer(vla), pad_id(tokenizer)
-        self.stages = [_Stage(EnvManager(options), self) for options in stage_options(config, vla)]
+        self.stages = [_Stage(make_env(options), self) for options in stage_options(config, vla)]
         self._prompts: dict[str, list[int]] = {}
 
     def run(self, starts: Sequence[EpisodeStart], sampling: SamplingParams) -> list[PolicyCall]:
@@ -165,7 +188,7 @@ def stage_options(config: EnvConfig, vla: VLAConfig) -> list[EnvManagerOptions]:
 class _Stage:
     """A part of a rank's environments, and the episodes in them."""
 
-    def __init__(self, env: EnvManager, runner: EpisodeRunner) -> None:
+    def __init__(self, env: SubmittedEnv, runner: EpisodeRunner) -> None:
         self.env, self.runner = env, runner
         self.begun: list[_Active] = []
         self._waiting: deque[EpisodeStart] = deque()

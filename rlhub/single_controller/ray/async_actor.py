@@ -29,7 +29,7 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlhub.errors import ClusterLostError, DeadlineError, ResourceError, WorkerDiedError
@@ -227,12 +227,14 @@ class RayActorAddress:
     actor: Any
     worker: WorkerInfo
 
-    def begin(self, method: str, *args: Any) -> Callable[[], Any]:
+    def begin(self, method: str, *args: Any, deadline_s: float | None = None) -> Callable[[], Any]:
         reference = self.actor.answer.remote(method, args)
 
         def wait() -> Any:
             try:
-                return ray.get(reference)
+                return ray.get(reference, timeout=deadline_s)
+            except GetTimeoutError:
+                raise DeadlineError(f"{self.name}.{method}", deadline_s or 0.0) from None
             except RayError as error:
                 raise typed_error(error, self.name, self.worker, method) from None
 

@@ -37,7 +37,8 @@ class RankSlot:
 class RayResourcePool(ResourcePool):
     """A ResourcePool whose places are reserved on first use.
 
-    use_gpu: a rank takes `gpus_per_rank` GPUs (and a CPU), else a logical CPU.  deadline_s: longest wait for the reservation.
+    use_gpu: a rank takes a GPU and a CPU, else a logical CPU.  amounts: what it takes instead, by Ray's names
+    (CPU, GPU).  deadline_s: longest wait for the reservation.
     wait_for_nodes: False fails at once when the cluster as it is could never hold the pool; True waits for nodes to join.
     """
 
@@ -51,7 +52,7 @@ class RayResourcePool(ResourcePool):
         deadline_s: float = 120.0,
         wait_for_nodes: bool = False,
         detached: bool = False,
-        gpus_per_rank: int = 1,
+        amounts: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
@@ -59,7 +60,7 @@ class RayResourcePool(ResourcePool):
         self.deadline_s = deadline_s
         self.wait_for_nodes = wait_for_nodes
         self.detached = detached
-        self.gpus_per_rank = gpus_per_rank
+        self.amounts = amounts
         self._slots: list[RankSlot] | None = None
 
     def slots(self) -> list[RankSlot]:
@@ -77,7 +78,9 @@ class RayResourcePool(ResourcePool):
 
     def bundle(self) -> dict[str, float]:
         """Returns what one rank reserves."""
-        return {"CPU": float(self.max_colocate_count), **({"GPU": float(self.gpus_per_rank)} if self.use_gpu else {})}
+        if self.amounts is not None:
+            return {kind: amount for kind, amount in self.amounts.items() if amount}
+        return {"CPU": float(self.max_colocate_count), **({"GPU": 1.0} if self.use_gpu else {})}
 
     def actor_resources(self) -> dict[str, float]:
         """Returns what one process of a rank takes of its bundle, as options of a Ray actor."""

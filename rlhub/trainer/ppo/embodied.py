@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from rlhub.config.rules.placement import ENVIRONMENTS, is_separate, pool_of
 from rlhub.config.sections.env import EnvConfig
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
@@ -21,7 +23,8 @@ from rlhub.data.order import ResumableLoader
 from rlhub.data.prompts import fingerprint_of
 from rlhub.errors import ConfigError
 from rlhub.protocol import Batch, BatchRef, DataProto
-from rlhub.single_controller import WorkerGroup
+from rlhub.single_controller import AsyncActorOptions, WorkerGroup
+from rlhub.single_controller.placement import ActorPlaces
 from rlhub.trainer.ppo.validation import ValidationReport
 from rlhub.utils.seeding import sample_seed
 
@@ -62,6 +65,35 @@ def validation_scenes(env: EnvConfig, first_ordinal: int) -> list[DataProto]:
     (batch,) = loader
     batch.batch["ordinal"] = batch.batch["ordinal"] + first_ordinal
     return [batch]
+
+
+def place_simulators(config: PPOConfig, rollout: WorkerGroup, log_dir: str, stack: ExitStack) -> None:
+    """Lets the rollout's ranks start their simulators in actors, where trainer.placement.environments names a pool for them; what
+    the pool reserves is given back when `stack` closes.
+
+    Raises ResourceError where the cluster cannot give it, and WorkerError where a simulator cannot start.
+    """
+    trainer = config.trainer
+    if not is_separate(trainer, ENVIRONMENTS):
+        return
+    pool, env = pool_of(trainer, ENVIRONMENTS), config.env
+    counts = [pool.n_gpus_per_node] * pool.nnodes
+    places = ActorPlaces(
+        counts=counts, num_cpus=env.process_cpus, num_gpus=env.process_gpus, deadline_s=trainer.deadline_s.resources
+    )
+    stack.callback(places.release)
+    places.reserve()
+    rollout.place_simulators([places.options(number, _simulators(config, number, log_dir)) for number in range(pool.ranks)])
+
+
+def _simulators(config: PPOConfig, number: int, log_dir: str) -> AsyncActorOptions:
+    return AsyncActorOptions(
+        name=f"simulators-{number}",
+        device="cuda" if config.env.process_gpus else "cpu",
+        log_dir=log_dir,
+        plugins=tuple(config.trainer.plugins),
+        start_deadline_s=config.trainer.deadline_s.start,
+    )
 
 
 @dataclass(slots=True)

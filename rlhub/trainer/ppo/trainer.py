@@ -28,7 +28,7 @@ from rlhub.single_controller import ClassWithInitArgs, Launched
 from rlhub.tracking.tracker import Metrics
 from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.build_stream import build_evaluation_samples, build_stream
-from rlhub.trainer.ppo.embodied import EpisodeGenerator, EpisodeValidator, scene_loader, validation_scenes
+from rlhub.trainer.ppo.embodied import EpisodeGenerator, EpisodeValidator, place_simulators, scene_loader, validation_scenes
 from rlhub.trainer.ppo.graph_step import GraphStep
 from rlhub.trainer.ppo.offline_source import RECORDINGS, RecordingSource, ReplaySource, build_collected
 from rlhub.trainer.ppo.plan import step_graph
@@ -149,6 +149,7 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
     graph = step_graph(config)
     trained = {node.trains for node in graph.nodes} & graph.roles.keys() if graph is not None else set()
     reward, groups = parts.manager(launched.groups), groups_of(launched.groups, sorted(trained))
+    place_simulators(config, groups.rollout, str(run.folder.logs), stack)
     source, validation = build_source(config, data, groups, reward, run, stack)
     step_parts = {
         "config": config,

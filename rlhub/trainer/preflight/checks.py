@@ -76,7 +76,8 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
         *check_models(config),
         *check_engines(config),
         *check_scoring_models(config),
-        *check_machine(config.trainer),
+        *check_machine(config.trainer, config.env.process_gpus),
+        *(placement.cpus_on_machine(config, os.cpu_count() or 1) if _starts_cluster_here(config.trainer) else ()),
         *check_folders(config.trainer),
         *check_replay(config.trainer),
         *check_episodes(config),
@@ -401,10 +402,11 @@ def _check_reward_model(model: ScoringModelConfig) -> list[str]:
     return problems
 
 
-def check_machine(trainer: TrainerConfig) -> list[str]:
+def check_machine(trainer: TrainerConfig, process_gpus: float = 0.0) -> list[str]:
     """Returns the problems of this machine's GPUs: too few, or a torch or driver that cannot use them.
 
-    The GPUs of a Ray cluster are checked when the job joins it.
+    process_gpus: those of each process of simulators on a pool of their own.  The GPUs of a Ray cluster are checked when the job
+    joins it.
     """
     if not _uses_gpus_here(trainer):
         return []
@@ -417,13 +419,18 @@ def check_machine(trainer: TrainerConfig) -> list[str]:
         return [f"trainer.device=cuda: {problem}; trainer.device=cpu runs without"]
     if wanted is not None and wanted > found:
         return [f"trainer.n_gpus_per_node={wanted}, but this machine has {found} GPUs"]
-    return placement.on_machine(trainer, found)
+    return placement.on_machine(trainer, found, process_gpus)
 
 
 def _uses_gpus_here(trainer: TrainerConfig) -> bool:
     """Returns True where all GPUs of the run are this machine's."""
+    return trainer.device == "cuda" and _starts_cluster_here(trainer)
+
+
+def _starts_cluster_here(trainer: TrainerConfig) -> bool:
+    """Returns True where the run has this machine alone: it joins no cluster of others."""
     joins_cluster = "address" in trainer.ray_init or "RAY_ADDRESS" in os.environ
-    return trainer.device == "cuda" and trainer.nnodes == 1 and not (joins_cluster and trainer.backend == "ray")
+    return trainer.nnodes == 1 and not (joins_cluster and trainer.backend == "ray")
 
 
 def _memory_problems(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
