@@ -142,7 +142,8 @@ class RolloutPart(Worker):
     def run_episodes(self, scenes: DataProto) -> DataProto:
         """Runs meta_info["n"] episodes from each scene in the rank's simulators (see `starts_of`).
 
-        Returns a row for each call of the policy, in the order of scene, episode and call (see `training_rows`).
+        Returns a row for each call of the policy, in the order of scene, episode and call (see `training_rows`), with
+        meta_info["policy_version"], where it is given, as a column (rows, response) int32.
         """
         self._wake_rollout()
         meta = scenes.meta_info
@@ -151,6 +152,8 @@ class RolloutPart(Worker):
         spoil_log_probs(completions, self.rank)
         check_completions(completions, self.vocabulary.size, meta["log_probs"])
         rows = training_rows(calls, self.episodes.vla, self.episodes.pad_id, samples=meta["n"], widest=self._widest)
+        if meta.get("policy_version") is not None:
+            rows["policy_version"] = torch.full(rows["responses"].shape, meta["policy_version"], dtype=torch.int32)
         return DataProto.from_dict(tensors=rows)
 
     @register(dispatch_mode=OUTCOMES, deadline="generate")

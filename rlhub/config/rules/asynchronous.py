@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections import rollout_correction
 from rlhub.config.sections.ppo import PPOConfig
 
@@ -18,7 +19,12 @@ _UNREAD_COLLECTED = ("agent.num_workers", "agent.num_env_hosts", "replica_restar
 
 def is_async(config: PPOConfig) -> bool:
     """Returns True where episodes run on a rollout service, in parallel with training."""
-    return config.actor_rollout_ref.rollout.mode != SYNC
+    return config.actor_rollout_ref.rollout.mode != SYNC and config.env.name is None
+
+
+def runs_ahead(config: PPOConfig) -> bool:
+    """Returns True where the rollout's ranks run episodes of simulators while the policy trains on those before."""
+    return config.actor_rollout_ref.rollout.mode != SYNC and config.env.name is not None
 
 
 def is_collected(config: PPOConfig) -> bool:
@@ -28,12 +34,13 @@ def is_collected(config: PPOConfig) -> bool:
 
 def may_be_stale(config: PPOConfig) -> bool:
     """Returns True where a training batch may hold tokens of an older policy than the one that is updated."""
-    return is_async(config) and config.trainer.max_staleness > 0
+    return (is_async(config) or runs_ahead(config)) and config.trainer.max_staleness > 0
 
 
 def problems(config: PPOConfig) -> list[str]:
     """Returns the problems of asynchronous settings."""
-    found = [*(_asynchronous(config) if is_async(config) else _synchronous(config)), *_replayed(config)]
+    schedule = _asynchronous if is_async(config) else _ahead if runs_ahead(config) else _synchronous
+    found = [*schedule(config), *_replayed(config)]
     return [*found, *_collected(config)] if is_collected(config) else found
 
 
@@ -51,6 +58,8 @@ def unread(config: PPOConfig) -> tuple[str, ...]:
         return tuple(f"{_ROLLOUT}.{key}" for key in _UNREAD_COLLECTED)
     if is_async(config):
         return ()
+    if runs_ahead(config):
+        return (*(f"{_ROLLOUT}.{key}" for key in _SERVICE_KEYS), "trainer.stale_policy")
     return (*(f"{_ROLLOUT}.{key}" for key in _SERVICE_KEYS), *(f"trainer.{key}" for key in _TRAINER_KEYS))
 
 
@@ -58,6 +67,8 @@ def why_unread(config: PPOConfig) -> str:
     """Returns the reason for `unread`."""
     if is_collected(config):
         return f"{_COLLECTED} is set, and the job that collects runs its episodes in its own process"
+    if runs_ahead(config):
+        return "env.name is set, whose episodes run in the rollout's ranks and are never older than trainer.max_staleness"
     return f"{_ROLLOUT}.mode=sync does not read it"
 
 
@@ -77,6 +88,16 @@ def _synchronous(config: PPOConfig) -> Iterator[str]:
         yield (
             f"{_ROLLOUT}.agent.default_agent_loop={rollout.agent.default_agent_loop} with {_ROLLOUT}.mode={rollout.mode}: "
             f"workflows run on the rollout service; set {_ROLLOUT}.mode=async"
+        )
+
+
+def _ahead(config: PPOConfig) -> Iterator[str]:
+    """Yields the problem of ranks that cannot simulate and train at the same time."""
+    staleness = config.trainer.max_staleness
+    if staleness > 0 and not is_separate(config.trainer, "rollout"):
+        yield (
+            f"trainer.max_staleness={staleness} with env.name={config.env.name}: the actor's ranks cannot run episodes while "
+            "they train; give the rollout a pool of its own (trainer.placement.rollout), or set trainer.max_staleness=0"
         )
 
 

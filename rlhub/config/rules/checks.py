@@ -319,7 +319,9 @@ def _check_controller(config: PPOConfig) -> list[str]:
     refused = {
         "trainer.batches=driver, but no process has whole batches; set trainer.batches=reference": trainer.batches == "driver",
         "trainer.backend=local, which has one rank; set trainer.backend=ray": trainer.backend == "local",
-        f"{_ROLLOUT}.mode=async, whose replicas one driver serves; set {_ROLLOUT}.mode=sync": asynchronous.is_async(config),
+        f"{_ROLLOUT}.mode=async, whose replicas one driver serves; set {_ROLLOUT}.mode=sync": (
+            config.actor_rollout_ref.rollout.mode == "async"
+        ),
         "trainer.replay_from, whose files one driver reads; set it to null": bool(trainer.replay_from),
         "trainer.record_batches, which one driver writes; set it to false": trainer.record_batches,
     }

@@ -26,7 +26,7 @@ def _rollout_ranks(config: PPOConfig) -> int:
 
 def problems(config: PPOConfig) -> list[str]:
     """Returns the problems of settings that do not fit together; [] without simulators."""
-    env, rollout, scoring = config.env, config.actor_rollout_ref.rollout, config.reward_model
+    env, scoring = config.env, config.reward_model
     if env.name is None:
         return []
     policy, given, ranks = config.actor_rollout_ref.model, f"env.name={env.name}", _rollout_ranks(config)
@@ -36,7 +36,6 @@ def problems(config: PPOConfig) -> list[str]:
         "reads no prompts: leave data.train_files and data.val_files out, or set env.name=null": bool(
             config.data.train_files or config.data.val_files
         ),
-        f"runs with {_ROLLOUT}.mode=sync": rollout.mode != "sync",
         "gives the rewards itself: set reward_model.enable=false, and no judge or custom_reward_function": bool(
             scoring.enable or scoring.judge.model.path or config.custom_reward_function.path
         ),

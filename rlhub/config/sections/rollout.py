@@ -98,7 +98,7 @@ class RolloutConfig:
     vLLM's AsyncLLM in processes of its own, which vllm becomes with tensor_model_parallel_size above 1)."""
     mode: Literal["sync", "async"] = "sync"
     """sync: generate whole batches in turns with training; async: a rollout service in processes of its own runs episodes as
-    workflows while the actor trains."""
+    workflows while the actor trains; with env.name the rollout's ranks run the next batch of episodes meanwhile."""
     n: PositiveInt = 1
     """Samples per prompt; group estimators (grpo, rloo) need 2 or more."""
     temperature: PositiveFloat = 1.0

@@ -6,11 +6,14 @@ rows differs from step to step.  Pictures and tokens stay with the ranks; the dr
 
 from __future__ import annotations
 
+import base64
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +22,16 @@ from rlhub.config.rules.placement import ENVIRONMENTS, is_separate, pool_of
 from rlhub.config.sections.env import EnvConfig
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
+from rlhub.data.episodes import png
 from rlhub.data.order import ResumableLoader
 from rlhub.data.prompts import fingerprint_of
 from rlhub.errors import ConfigError
 from rlhub.protocol import Batch, BatchRef, DataProto
+from rlhub.rewards.rows import rows_here
 from rlhub.single_controller import AsyncActorOptions, WorkerGroup
 from rlhub.single_controller.placement import ActorPlaces
+from rlhub.single_controller.worker_group import GroupMethod
+from rlhub.tracking.tracker import GenerationRow
 from rlhub.trainer.ppo.validation import ValidationReport
 from rlhub.utils.seeding import sample_seed
 
@@ -107,11 +114,13 @@ class EpisodeGenerator:
 
     def training(self, scenes: DataProto) -> Batch:
         """Returns the calls of n episodes from each scene, with their log-probs."""
-        config = self.config
-        sampling = ValSamplingConfig(
-            n=config.n, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, do_sample=True
-        )
-        return self._run(scenes, sampling, "episodes", log_probs=True)
+        return _columns(self._method("episodes")(self._request(scenes, self._sampling(), log_probs=True)))
+
+    def submit(self, scenes: DataProto, version: int | None) -> Callable[[], Batch]:
+        """Does the same without waiting; what it returns waits.  version: that of the policy, for a column policy_version."""
+        request = self._request(scenes, self._sampling(), log_probs=True, policy_version=version)
+        sent = self._method("episodes").submit(request)
+        return functools.cache(lambda: _columns(sent.get()))
 
     def greedy(self, scenes: DataProto) -> Batch:
         """Raises ConfigError: no estimator compares episodes with greedy ones."""
@@ -123,9 +132,15 @@ class EpisodeGenerator:
 
     def validation(self, scenes: DataProto) -> Batch:
         """Returns the calls of val_kwargs' episodes from each scene."""
-        return self._run(scenes, self.config.val_kwargs, "validation", log_probs=False)
+        return _columns(self._method("validation")(self._request(scenes, self.config.val_kwargs, log_probs=False)))
 
-    def _run(self, scenes: DataProto, sampling: ValSamplingConfig, purpose: str, *, log_probs: bool) -> Batch:
+    def _sampling(self) -> ValSamplingConfig:
+        config = self.config
+        return ValSamplingConfig(
+            n=config.n, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, do_sample=True
+        )
+
+    def _request(self, scenes: DataProto, sampling: ValSamplingConfig, **meta: object) -> DataProto:
         request = scenes.select(batch_keys=["seed", "initial", "ordinal"], meta_info_keys=[])
         request.batch["uid"] = torch.arange(len(scenes))
         request.meta_info.update(
@@ -133,12 +148,18 @@ class EpisodeGenerator:
             temperature=sampling.temperature if sampling.do_sample else 0.0,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            log_probs=log_probs,
+            **meta,
         )
-        method = self.rollout.run_episodes
-        episodes: Batch = (method.retain(key=f"{purpose}-{next(self._numbers)}") if self.by_reference else method)(request)
-        episodes.meta_info.clear()
-        return episodes
+        return request
+
+    def _method(self, purpose: str) -> GroupMethod:
+        method: GroupMethod = self.rollout.run_episodes
+        return method.retain(key=f"{purpose}-{next(self._numbers)}") if self.by_reference else method
+
+
+def _columns(episodes: Batch) -> Batch:
+    episodes.meta_info.clear()
+    return episodes
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -182,14 +203,24 @@ def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeValidator:
-    """Validates the policy on fixed scenes: the success rate with its interval of 95 %, and the mean return."""
+    """Validates the policy on fixed scenes: the success rate with its interval of 95 %, and the mean return.
+
+    refresh: gives the rollout's ranks the newest weights, where publications may wait.  num_shown: films of the first episodes
+    that succeed and that fail; 0 for none.
+    """
 
     scenes: Sequence[DataProto]
     generator: EpisodeGenerator
+    tokenizer: Any
+    num_shown: int = 0
+    refresh: Callable[[], None] | None = None
 
     def __call__(self) -> ValidationReport:
         """Evaluates the current policy."""
+        if self.refresh is not None:
+            self.refresh()
         metrics: dict[str, float] = {}
+        films: list[GenerationRow] = []
         for scenes in self.scenes:
             batch = self.generator.validation(scenes)
             outcomes = EpisodeOutcomes.of(batch)
@@ -197,6 +228,26 @@ class EpisodeValidator:
             kept = ~outcomes.lost
             low, high = wilson_interval(int(outcomes.success[kept].sum()), max(int(kept.sum()), 1))
             metrics |= {"val/success_low": low, "val/success_high": high, "val/num_episodes": float(kept.sum())}
+            ordered = [np.flatnonzero(kept & (outcomes.success == solved)).tolist() for solved in (True, False)]
+            shown = [number for pair in itertools.zip_longest(*ordered) for number in pair if number is not None]
+            films += [self._film(batch, outcomes, number) for number in shown[: self.num_shown]]
             if isinstance(batch, BatchRef):
                 batch.drop()
-        return ValidationReport(metrics=metrics)
+        return ValidationReport(metrics=metrics, samples=films)
+
+    def _film(self, batch: Batch, outcomes: EpisodeOutcomes, number: int) -> GenerationRow:
+        """Returns an episode as people see it: the pictures that the policy read, a column a call and a row a camera."""
+        episode, solved = batch.batch["episode"].numpy(), bool(outcomes.success[number])
+        rows = np.flatnonzero(episode == np.unique(episode)[number]).tolist()
+        shown = rows_here(batch.select_idxs(rows).select(["input_ids", "attention_mask", "pixel_values"], [], []))
+        pixels = shown.batch["pixel_values"]  # (calls, cameras, 3, height, width)
+        film = pixels.permute(1, 3, 0, 4, 2).flatten(2, 3).flatten(0, 1).numpy()
+        start = int(shown.batch["attention_mask"][0].argmax())
+        prompt = shown.batch["input_ids"][0][start : start + int(batch.batch["prompt_length"][rows[0]])]
+        return GenerationRow(
+            prompt=self.tokenizer.decode(prompt, skip_special_tokens=True),
+            response=f"{len(rows)} calls of the policy, {'solved' if solved else 'not solved'}",
+            score=float(outcomes.returns[number]),
+            finish_reason="success" if solved else "failure",
+            extra={"film": base64.b64encode(png(film)).decode()},
+        )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhub.config.rules.asynchronous import is_collected
+from rlhub.config.rules.asynchronous import is_async, is_collected
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout_correction import KEY
 from rlhub.errors import PolicyMismatchError
@@ -127,7 +127,7 @@ def mismatch_bound(config: PPOConfig) -> MismatchBound:
     return MismatchBound(
         warn=warn if correction.mismatch_warn is None else correction.mismatch_warn,
         stop=stop if correction.mismatch_stop is None else correction.mismatch_stop,
-        oldest_keys=0 if rollout.recompute_kv_cache or rollout.mode == "sync" else max(config.trainer.max_staleness, 1),
+        oldest_keys=0 if rollout.recompute_kv_cache or not is_async(config) else max(config.trainer.max_staleness, 1),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from rlhub.config.rules.asynchronous import is_async
 from rlhub.config.rules.placement import pool_name, pools_of
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError
@@ -39,8 +40,8 @@ def check_pipeline(config: PPOConfig) -> list[str]:
 
 
 def _absent(graph: TaskGraph, config: PPOConfig) -> Iterator[str]:
-    scoring, rollout = config.reward_model, config.actor_rollout_ref.rollout
-    generates = rollout.mode == "sync" and config.trainer.replay_from is None
+    scoring = config.reward_model
+    generates = not is_async(config) and config.trainer.replay_from is None
     remedies = {
         "rollout": (generates, "its engines are no workers with rollout.mode=async or trainer.replay_from"),
         "critic": (requirements(config).values, "choose an algorithm.adv_estimator that requires values, such as gae"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.rules.asynchronous import is_async, is_collected
+from rlhub.config.rules.asynchronous import is_async, is_collected, runs_ahead
 from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.order import ResumableLoader
@@ -29,12 +29,15 @@ from rlhub.tracking.tracker import Metrics
 from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.build_stream import build_evaluation_samples, build_stream
 from rlhub.trainer.ppo.embodied import EpisodeGenerator, EpisodeValidator, place_simulators, scene_loader, validation_scenes
+from rlhub.trainer.ppo.episode_stream import EpisodeStream
 from rlhub.trainer.ppo.graph_step import GraphStep
 from rlhub.trainer.ppo.offline_source import RECORDINGS, RecordingSource, ReplaySource, build_collected
 from rlhub.trainer.ppo.plan import step_graph
 from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
 from rlhub.trainer.ppo.scoring import build_scorer, prepare_reward, reward_roles
 from rlhub.trainer.ppo.step import SampleSource, StepParts, TrainingStep
+from rlhub.trainer.ppo.stream_source import FILE as PROMPTS
+from rlhub.trainer.ppo.stream_source import PromptLog
 from rlhub.trainer.ppo.sync_source import VALIDATION_ORDINALS, Generator, SyncSource
 from rlhub.trainer.ppo.validation import (
     BlockingValidation,
@@ -214,8 +217,29 @@ def build_schedule(
     by_reference = config.trainer.batches == "reference"
     if config.env.name is not None:
         episodes = EpisodeGenerator(groups.rollout, config.actor_rollout_ref.rollout, by_reference)
-        on_scenes = BlockingValidation(EpisodeValidator(scenes=data.val_batches, generator=episodes))
-        return SyncSource(config, data.loader, episodes, groups.weights), on_scenes if data.val_batches else None
+        source: SampleSource = SyncSource(config, data.loader, episodes, groups.weights)
+        refresh = None
+        if runs_ahead(config):
+            ahead = EpisodeStream(
+                config=config,
+                loader=data.loader,
+                generator=episodes,
+                groups=groups,
+                log=PromptLog(run.folder.path / PROMPTS),
+                timers=run.timers,
+                last_step=data.total_steps,
+            )
+            source, refresh = ahead, ahead.refresh
+        on_scenes = BlockingValidation(
+            EpisodeValidator(
+                scenes=data.val_batches,
+                generator=episodes,
+                tokenizer=data.tokenizer,
+                num_shown=config.trainer.log_val_generations,
+                refresh=refresh,
+            )
+        )
+        return source, on_scenes if data.val_batches else None
     generator = Generator(groups.rollout, config.actor_rollout_ref.rollout, by_reference)
     blocking = BlockingValidation(validator(generator))
     return SyncSource(config, data.loader, generator, groups.weights), blocking if data.val_batches else None
