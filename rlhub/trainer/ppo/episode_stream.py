@@ -29,7 +29,6 @@ from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.stream_source import PromptLog
 from rlhub.trainer.ppo.sync_source import PROMPTS_IN_WORK, STREAMED
 from rlhub.trainer.ppo.worker_groups import TRAINING_MESH, WorkerGroups
-from rlhub.utils.timing import PhaseTimer
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -55,7 +54,6 @@ class EpisodeStream:
     generator: EpisodeGenerator
     groups: WorkerGroups
     log: PromptLog
-    timers: PhaseTimer
     last_step: int
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
@@ -104,10 +102,7 @@ class EpisodeStream:
 
     def _episodes_over(self) -> Batch | None:
         """Returns the batch in work when its episodes are over; None where none is in work."""
-        if self._ahead is None:
-            return None
-        with self.timers.measure("wait_for_episodes"):
-            return self._ahead.wait()
+        return None if self._ahead is None else self._ahead.wait()
 
     def _begin(self, scenes: Iterator[DataProto]) -> BatchInWork:
         assert self._published is not None, "the step publishes before it samples"

@@ -226,7 +226,6 @@ def build_schedule(
                 generator=episodes,
                 groups=groups,
                 log=PromptLog(run.folder.path / PROMPTS),
-                timers=run.timers,
                 last_step=data.total_steps,
             )
             source, refresh = ahead, ahead.refresh
