@@ -1,0 +1,208 @@
+"""Where simulators live changes nothing that is learned, the loss of their actors costs episodes only, and episodes that run
+ahead of training train once each, also when the run was ended in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes.tiny_smolvlm import write_model
+from rlhub.config.cli import prepare
+from rlhub.config.schema import to_dict
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.protocol import DataProto
+from rlhub.trainer.ppo.trainer import PPOTrainer, build_data, build_trainer
+from rlhub.trainer.preflight.checks import check
+from rlhub.trainer.run import Run
+from tests.support.metrics import rows_of
+from tests.support.processes import all_end
+from tests.support.vla import BINS, TOKENS, settings
+
+SCENES = 8
+VARYING = ("timing_", "perf/", "memory/")
+SLOW = """
+import time
+from rlhub.envs.vector.reach_color import ReachColor
+
+class Slow(ReachColor):
+    def step(self, action):
+        time.sleep(0.03)
+        return super().step(action)
+"""
+SIMULATORS_APART = ("trainer.pools.sim.n_gpus_per_node=4", "trainer.placement.environments=sim")
+ROLLOUT_APART = ("trainer.pools.gen.n_gpus_per_node=2", "trainer.placement.rollout=gen")
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    folder: Path
+
+    def config(self, name: str, *more: str) -> PPOConfig:
+        vla = json.dumps(settings()).replace('"', "")
+        overrides = [
+            "env.name=reach_color",
+            "env.num_envs=4",
+            f"actor_rollout_ref.model.path={self.folder / 'model'}",
+            f"actor_rollout_ref.model.vla={vla}",
+            "actor_rollout_ref.rollout.name=hf",
+            f"data.train_batch_size={SCENES}",
+            "data.max_prompt_length=16",
+            "data.max_response_length=8",
+            "algorithm.adv_estimator=chunk_gae",
+            "actor_rollout_ref.actor.log_prob_level=chunk",
+            "actor_rollout_ref.actor.value_loss_coef=0.5",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={SCENES // 2}",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "trainer.device=cpu",
+            "trainer.total_training_steps=3",
+            "trainer.save_freq=-1",
+            "trainer.logger=[]",
+            f"trainer.default_local_dir={self.folder / name}",
+            *more,
+        ]
+        return prepare(PPOConfig, "ppo", overrides, preflight=check)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        return [{key: value for key, value in row.items() if not key.startswith(VARYING)} for row in rows_of(self.folder / name)]
+
+    def weights(self, name: str, step: int = 3) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / name / f"global_step_{step}" / "actor/huggingface/model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def job(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("simulators")
+    write_model(folder / "model", 1, ("touch", "red", "blue"), num_places=TOKENS, num_bins=BINS)
+    (folder / "slow.py").write_text(SLOW)
+    return Job(folder=folder)
+
+
+class Started:
+    """A trainer with its workers, ended by `close`, after which none of their processes is left."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.stack = ExitStack()
+        data = build_data(config)
+        self.run = self.stack.enter_context(Run(config.trainer, to_dict(config), data.total_steps))
+        self.trainer: PPOTrainer = build_trainer(config, data, self.run, self.stack)
+        self.run.start()
+
+    def actors(self) -> list[psutil.Process]:
+        """Returns the processes of the simulators' actors."""
+        return [one for one in psutil.process_iter() if title(one).startswith("ray::ActorProcess")]
+
+    def close(self) -> None:
+        groups = self.trainer.groups
+        ranks = {worker.pid for group in (groups.actor, groups.rollout) for worker in group.workers}
+        actors = self.actors()
+        children = {child.pid for one in [*actors, *map(psutil.Process, ranks)] for child in one.children(recursive=True)}
+        self.stack.close()
+        assert all_end(ranks | {one.pid for one in actors} | children)
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[PPOConfig], Started]]:
+    with ExitStack() as stack:
+
+        def begin(config: PPOConfig) -> Started:
+            started = Started(config)
+            stack.callback(started.stack.close)
+            return started
+
+        yield begin
+
+
+def test_simulators_in_the_ranks_apart_and_all_apart_learn_the_same(job: Job, start: Callable[[PPOConfig], Started]) -> None:
+    """Bit for bit: metrics and weights after three steps on two ranks, in two stages."""
+    placements = {
+        "together": (0, ()),
+        "environments_apart": (4, SIMULATORS_APART),
+        "all_apart": (4, (*SIMULATORS_APART, *ROLLOUT_APART)),
+    }
+    for name, (num_actors, more) in placements.items():
+        started = start(job.config(name, "trainer.n_gpus_per_node=2", "env.stages=2", *more))
+        assert len(started.actors()) == num_actors
+        assert started.trainer.fit() == 3
+        started.close()
+    expected, weights = job.rows("together"), job.weights("together")
+    assert [row["step"] for row in expected] == [1, 2, 3] and expected[-1]["rollout/lost_episodes"] == 0
+    for name in ("environments_apart", "all_apart"):
+        assert job.rows(name) == expected
+        assert all(torch.equal(tensor, weights[key]) for key, tensor in job.weights(name).items())
+
+
+def test_a_killed_actor_costs_its_episodes_and_the_run_goes_on(job: Job, start: Callable[[PPOConfig], Started]) -> None:
+    slow = (f"env.name={job.folder / 'slow.py'}:Slow", "trainer.pools.sim.n_gpus_per_node=2")
+    started = start(job.config("killed", *slow, "trainer.placement.environments=sim"))
+    victim, step = started.actors()[0], started.trainer.train_step
+    orphans = {child.pid for child in victim.children(recursive=True)}
+    assert orphans, "the simulators are its children"
+
+    def kill() -> None:
+        time.sleep(0.5)
+        os.kill(victim.pid, signal.SIGKILL)
+
+    def killing(number: int, prompts: Iterator[DataProto]) -> dict[str, float]:
+        if number == 2:
+            threading.Thread(target=kill).start()
+        return step(number, prompts)
+
+    started.trainer.train_step = killing  # type: ignore[assignment]
+    started.trainer.fit()
+    lost = [row["rollout/lost_episodes"] for row in job.rows("killed")]
+    assert lost[0] == 0 < lost[1] <= SCENES / 2 and lost[2] == 0, lost
+    assert all_end(orphans | {victim.pid}) and len(started.actors()) == 2
+    started.close()
+
+
+def test_episodes_ahead_of_training_train_once_each(job: Job, start: Callable[[PPOConfig], Started]) -> None:
+    """The run ends after step 3 with a batch in work, and its newest checkpoint is of step 2."""
+    ahead = (
+        *("actor_rollout_ref.rollout.mode=async", "trainer.max_staleness=1", "trainer.save_freq=2", *SIMULATORS_APART),
+        *("trainer.pools.gen={}", "trainer.placement.rollout=gen", "algorithm.rollout_correction.rollout_is=token"),
+    )
+    started = start(job.config("ahead", *ahead, "trainer.total_training_steps=5"))
+    trainer, prompts = started.trainer, started.trainer.loader.endless()
+    for step in (1, 2, 3):
+        started.run.begin_step(step)
+        metrics = trainer.train_step(step, prompts)
+        trainer.source.trained(step)
+        started.run.end_step(step, metrics, save=trainer.save, state=trainer.state, last=False, late=None)
+    started.close()
+    resumed = start(job.config("ahead", *ahead, "trainer.total_training_steps=5"))
+    assert resumed.trainer.fit() == 5
+    resumed.close()
+    rows = job.rows("ahead")
+    assert [(row["step"], row["rollout/staleness"]) for row in rows] == [(1, 0), (2, 1), (3, 0), (4, 1), (5, 1)]
+    assert "mismatch/kl/staleness_1" in rows[-1] and "mismatch/weight_max" in rows[-1]
+    log = [json.loads(line) for line in (job.folder / "ahead/prompts.jsonl").read_text().splitlines()]
+    assert [(row["ordinal"], row["step"]) for row in log] == [(i, 1 + i // SCENES) for i in range(5 * SCENES)]
+
+
+def test_without_staleness_async_is_sync(job: Job, start: Callable[[PPOConfig], Started]) -> None:
+    for mode in ("sync", "async"):
+        started = start(job.config(mode, f"actor_rollout_ref.rollout.mode={mode}"))
+        started.trainer.fit()
+        started.close()
+    weights = job.weights("sync")
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in job.weights("async").items())
