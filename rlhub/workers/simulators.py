@@ -62,7 +62,7 @@ class SimulatorActor:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Part:
+class _SimulatorPart:
     """The environments first..stop of one actor.  begun: its environments that have had a reset.  unreported: those whose
     episodes were lost while others were reset; the next chunk reports them."""
 
@@ -133,7 +133,7 @@ class RemoteSimulators(SubmittedEnv):
         for place, first, stop in zip(places, bounds[:-1], bounds[1:], strict=True):
             processes = min(max(options.processes // len(places), 1), stop - first)
             own = dataclasses.replace(options, num_envs=stop - first, processes=processes)
-            self._parts.append(_Part(first=first, options=own, place=place, backend=backend))
+            self._parts.append(_SimulatorPart(first=first, options=own, place=place, backend=backend))
         self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="simulators")
         self._spec = self._thread.submit(self._start)
@@ -166,7 +166,7 @@ class RemoteSimulators(SubmittedEnv):
 
     def _start(self) -> VectorSpec:
         with ThreadPoolExecutor(len(self._parts)) as pool:
-            list(pool.map(_Part.start, self._parts))
+            list(pool.map(_SimulatorPart.start, self._parts))
         specs: list[VectorSpec] = [wait() for wait in [part.begin("spec") for part in self._parts]]
         return specs[0]
 
@@ -210,13 +210,13 @@ class RemoteSimulators(SubmittedEnv):
                 found.append(self._lost(part, set(range(part.options.num_envs)), actions.shape[1], str(error)))
         return together(found)
 
-    def _replace(self, part: _Part, why: BaseException) -> None:
+    def _replace(self, part: _SimulatorPart, why: BaseException) -> None:
         if self._closed:
             raise why
         part.replace(why)
         part.begin("spec")()  # its processes run, or it raises why they cannot
 
-    def _lost(self, part: _Part, rows: set[int], chunk: int, why: str) -> ChunkResult:
+    def _lost(self, part: _SimulatorPart, rows: set[int], chunk: int, why: str) -> ChunkResult:
         """Returns the result of a chunk in which nothing was executed and the episodes of these rows were lost."""
         size = part.options.num_envs
         info = [{"lost": why} if row in rows else {} for row in range(size)]

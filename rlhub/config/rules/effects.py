@@ -10,7 +10,6 @@ from typing import Any
 from rlhub.config.load import flatten, free_keys
 from rlhub.config.rules import asynchronous
 from rlhub.config.rules.engines import engines
-from rlhub.config.rules.placement import ENVIRONMENTS, is_separate
 from rlhub.config.schema import setting, to_dict
 from rlhub.config.sections import rollout_correction
 from rlhub.config.sections.ppo import PPOConfig
@@ -95,8 +94,6 @@ def _(config: PPOConfig) -> list[Dead]:
         (True, asynchronous.unread(config), asynchronous.why_unread(config)),
         (not agent.num_env_hosts, env_hosts, f"{_ROLLOUT}agent.num_env_hosts is 0"),
         (config.trainer.backend == "local", env_hosts, "trainer.backend=local reserves nothing"),
-        (not is_separate(config.trainer, ENVIRONMENTS), ("env.process_cpus", "env.process_gpus"),
-         "trainer.placement.environments names no pool, so the simulators run in child processes of the rollout's ranks"),
         *_trainer(config),
     ]  # fmt: skip
 

@@ -58,7 +58,8 @@ def _apart(config: PPOConfig) -> Iterator[str]:
     if name == placement.MAIN:
         return
     given, size = f"trainer.placement.environments={name}", f"trainer.pools.{name}"
-    processes, ranks, num_envs = placement.pool_of(trainer, placement.ENVIRONMENTS).ranks, _rollout_ranks(config), env.num_envs
+    pool, ranks, num_envs = placement.pool_of(trainer, placement.ENVIRONMENTS), _rollout_ranks(config), env.num_envs
+    processes = pool.ranks
     assert num_envs is not None, "derive first"
     for role, other in trainer.placement.items():
         if other == name and role != placement.ENVIRONMENTS:
@@ -76,9 +77,9 @@ def _apart(config: PPOConfig) -> Iterator[str]:
             f"{size}: a stage has {share} processes, but env.num_envs={num_envs} / env.stages={env.stages} = "
             f"{num_envs // env.stages} environments; each process needs one: set env.num_envs to at least {share * env.stages}"
         )
-    if env.process_gpus > 1 and env.process_gpus % 1:
-        whole = int(env.process_gpus)
-        yield f"env.process_gpus={env.process_gpus:g}: Ray gives parts of one GPU or whole ones; set {whole} or {whole + 1}"
+    if pool.process_gpus > 1 and pool.process_gpus % 1:
+        whole = int(pool.process_gpus)
+        yield f"{size}.process_gpus={pool.process_gpus:g}: Ray gives parts of one GPU or whole ones; set {whole} or {whole + 1}"
 
 
 def requirement_problems(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhub.config.load import build
 from rlhub.config.rules.parallel import ranks_per_copy
-from rlhub.config.schema import PositiveInt
+from rlhub.config.schema import NonNegativeFloat, PositiveInt
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.registry import suggest
@@ -36,7 +36,11 @@ class PoolConfig:
     nnodes: PositiveInt = 1
     """Number of machines."""
     n_gpus_per_node: PositiveInt = 1
-    """Worker ranks per machine: GPUs, or on CPU processes."""
+    """Worker ranks per machine: GPUs, or on CPU processes; of simulators, processes."""
+    process_cpus: NonNegativeFloat = 0.0
+    """CPUs that each process of simulators reserves; 0 reserves none."""
+    process_gpus: NonNegativeFloat = 0.0
+    """GPUs that each process of simulators reserves, to simulate or render on them; 0 reserves none."""
 
     @property
     def ranks(self) -> int:
@@ -112,14 +116,11 @@ def unneeded(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
     return [f"{_PLACEMENT}.critic={config.trainer.placement['critic']}, but {why}; remove it and its pool"]
 
 
-def on_machine(trainer: TrainerConfig, num_gpus: int, process_gpus: float = 0.0) -> list[str]:
-    """Returns the problem of pools that together need more GPUs than the machine's `num_gpus`.
-
-    process_gpus: those of each process of simulators on a pool of their own.
-    """
+def on_machine(trainer: TrainerConfig, num_gpus: int) -> list[str]:
+    """Returns the problem of pools that together need more GPUs than the machine's `num_gpus`."""
     needs = {name: float(pool.ranks) for name, pool in pools_of_ranks(trainer).items()}
-    if is_separate(trainer, ENVIRONMENTS) and process_gpus:
-        needs[pool_name(trainer, ENVIRONMENTS)] = pool_of(trainer, ENVIRONMENTS).ranks * process_gpus
+    if is_separate(trainer, ENVIRONMENTS) and (own := pool_of(trainer, ENVIRONMENTS)).process_gpus:
+        needs[pool_name(trainer, ENVIRONMENTS)] = own.ranks * own.process_gpus
     needed = sum(needs.values())
     if len(needs) == 1 or needed <= num_gpus:
         return []
@@ -127,23 +128,21 @@ def on_machine(trainer: TrainerConfig, num_gpus: int, process_gpus: float = 0.0)
     return [f"the pools need {arithmetic} = {needed:g} GPUs, this machine has {num_gpus}; lower {_POOLS}.*.n_gpus_per_node"]
 
 
-def cpus_on_machine(config: PPOConfig, num_cpus: int) -> list[str]:
+def cpus_on_machine(trainer: TrainerConfig, num_cpus: int) -> list[str]:
     """Returns the problem of simulators that reserve more CPUs than a cluster of this machine has beside those of the ranks.
 
     num_cpus: those of the machine; trainer.ray_init.num_cpus stands for them where it is set.
     """
-    trainer, each = config.trainer, config.env.process_cpus
-    if not is_separate(trainer, ENVIRONMENTS) or not each:
+    own, key = pool_of(trainer, ENVIRONMENTS), f"{_POOLS}.{pool_name(trainer, ENVIRONMENTS)}"
+    if not is_separate(trainer, ENVIRONMENTS) or not own.process_cpus:
         return []
-    ranks, processes = sum(pool.ranks for pool in pools_of_ranks(trainer).values()), pool_of(trainer, ENVIRONMENTS).ranks
-    available = max(int(trainer.ray_init.get("num_cpus", num_cpus)), ranks)
-    needed = ranks + processes * each
+    ranks, each = sum(pool.ranks for pool in pools_of_ranks(trainer).values()), own.process_cpus
+    available, needed = max(int(trainer.ray_init.get("num_cpus", num_cpus)), ranks), ranks + own.ranks * each
     if needed <= available:
         return []
     return [
-        f"env.process_cpus={each:g}: {processes} processes x {each:g} + {ranks} ranks = {needed:g} CPUs, and the cluster that is "
-        f"started here has {available}; lower it or {_POOLS}.{pool_name(trainer, ENVIRONMENTS)}.n_gpus_per_node, or raise "
-        "trainer.ray_init.num_cpus (logical CPUs)"
+        f"{key}.process_cpus={each:g}: {own.ranks} processes x {each:g} + {ranks} ranks = {needed:g} CPUs, and the cluster that "
+        f"is started here has {available}; lower it or {key}.n_gpus_per_node, or raise trainer.ray_init.num_cpus (logical CPUs)"
     ]
 
 
@@ -158,7 +157,7 @@ def _faulty_pools(trainer: TrainerConfig) -> Iterator[str]:
         if name == MAIN:
             yield f"{key}: the main pool's size is trainer.nnodes x trainer.n_gpus_per_node; give another pool another name"
         elif not isinstance(value, Mapping):
-            yield f"{key}={value}: expected a mapping of {' and '.join(fields)}; {_EXAMPLE}"
+            yield f"{key}={value}: expected a mapping of {' and '.join(fields[:2])}; {_EXAMPLE}"
         else:
             yield from (
                 f"{key}.{field}: no such setting{suggest(str(field), fields)} known: {', '.join(fields)}"
@@ -168,6 +167,11 @@ def _faulty_pools(trainer: TrainerConfig) -> Iterator[str]:
             wrong: list[str] = []
             build(PoolConfig, value, wrong, prefix=f"{key}.")
             yield from wrong
+            if name != pool_name(trainer, ENVIRONMENTS):
+                reserved = [field for field in ("process_cpus", "process_gpus") if field in value]
+                yield from (
+                    f"{key}.{field}: only a pool of simulators reads it ({_PLACEMENT}.{ENVIRONMENTS})" for field in reserved
+                )
             if name not in trainer.placement.values():
                 yield f"{key}: no role is placed there; place one ({_PLACEMENT}.ROLE={name}) or remove the pool"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlhub.config.schema import NonNegativeFloat, NonNegativeInt, PositiveInt
+from rlhub.config.schema import NonNegativeInt, PositiveInt
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,10 +21,6 @@ class EnvConfig:
     {processes: 4, timeout_s: 60, python: /path/to/python, affinity: cores}."""
     num_envs: PositiveInt | None = None
     """Environments of each rank; further episodes begin where others have ended. null: one for each of its episodes."""
-    process_cpus: NonNegativeFloat = 0.0
-    """CPUs that each process of the pool trainer.placement.environments reserves; 0 reserves none."""
-    process_gpus: NonNegativeFloat = 0.0
-    """GPUs that each process of that pool reserves, for simulators that render or simulate on them."""
     stages: PositiveInt = 1
     """Parts of a rank's environments; with 2, one part is simulated while the policy chooses the actions of the other."""
     scenes: Literal["seeds", "fixed"] = "seeds"

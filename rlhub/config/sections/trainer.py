@@ -62,7 +62,8 @@ class TrainerConfig:
     n_gpus_per_node: PositiveInt | None = None
     """Worker ranks per machine: GPUs, or on CPU processes; null: the machine's GPUs, on CPU 1."""
     pools: dict[str, Any] = field(default_factory=dict)
-    """Further pools of ranks, for roles that should not share the actor's: name -> {nnodes: 1, n_gpus_per_node: 1}."""
+    """Further pools of ranks, for roles that should not share the actor's: name -> {nnodes: 1, n_gpus_per_node: 1}; one of
+    simulators also says what each of its processes reserves, process_cpus and process_gpus."""
     batches: Literal["reference", "driver"] = "reference"
     """reference: columns of tokens stay with the processes that made them and move once a step, to the ranks that train them;
     driver: they travel through this process with every call."""

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhub.config.rules.placement import ENVIRONMENTS, is_separate, pool_of
+from rlhub.config.rules.placement import ENVIRONMENTS, PoolConfig, is_separate, pool_of
 from rlhub.config.sections.env import EnvConfig
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.data.episodes import png
 from rlhub.data.order import ResumableLoader
 from rlhub.data.prompts import fingerprint_of
@@ -83,23 +84,25 @@ def place_simulators(config: PPOConfig, rollout: WorkerGroup, log_dir: str, stac
     trainer = config.trainer
     if not is_separate(trainer, ENVIRONMENTS):
         return
-    pool, env = pool_of(trainer, ENVIRONMENTS), config.env
+    pool = pool_of(trainer, ENVIRONMENTS)
     counts = [pool.n_gpus_per_node] * pool.nnodes
     places = ActorPlaces(
-        counts=counts, num_cpus=env.process_cpus, num_gpus=env.process_gpus, deadline_s=trainer.deadline_s.resources
+        counts=counts, num_cpus=pool.process_cpus, num_gpus=pool.process_gpus, deadline_s=trainer.deadline_s.resources
     )
     stack.callback(places.release)
     places.reserve()
-    rollout.place_simulators([places.options(number, _simulators(config, number, log_dir)) for number in range(pool.ranks)])
+    rollout.place_simulators(
+        [places.options(number, _simulators(trainer, pool, number, log_dir)) for number in range(pool.ranks)]
+    )
 
 
-def _simulators(config: PPOConfig, number: int, log_dir: str) -> AsyncActorOptions:
+def _simulators(trainer: TrainerConfig, pool: PoolConfig, number: int, log_dir: str) -> AsyncActorOptions:
     return AsyncActorOptions(
         name=f"simulators-{number}",
-        device="cuda" if config.env.process_gpus else "cpu",
+        device="cuda" if pool.process_gpus else "cpu",
         log_dir=log_dir,
-        plugins=tuple(config.trainer.plugins),
-        start_deadline_s=config.trainer.deadline_s.start,
+        plugins=tuple(trainer.plugins),
+        start_deadline_s=trainer.deadline_s.start,
     )
 
 

@@ -76,8 +76,8 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
         *check_models(config),
         *check_engines(config),
         *check_scoring_models(config),
-        *check_machine(config.trainer, config.env.process_gpus),
-        *(placement.cpus_on_machine(config, os.cpu_count() or 1) if _starts_cluster_here(config.trainer) else ()),
+        *check_machine(config.trainer),
+        *(placement.cpus_on_machine(config.trainer, os.cpu_count() or 1) if _starts_cluster_here(config.trainer) else ()),
         *check_folders(config.trainer),
         *check_replay(config.trainer),
         *check_episodes(config),
@@ -402,11 +402,10 @@ def _check_reward_model(model: ScoringModelConfig) -> list[str]:
     return problems
 
 
-def check_machine(trainer: TrainerConfig, process_gpus: float = 0.0) -> list[str]:
+def check_machine(trainer: TrainerConfig) -> list[str]:
     """Returns the problems of this machine's GPUs: too few, or a torch or driver that cannot use them.
 
-    process_gpus: those of each process of simulators on a pool of their own.  The GPUs of a Ray cluster are checked when the job
-    joins it.
+    The GPUs of a Ray cluster are checked when the job joins it.
     """
     if not _uses_gpus_here(trainer):
         return []
@@ -419,7 +418,7 @@ def check_machine(trainer: TrainerConfig, process_gpus: float = 0.0) -> list[str
         return [f"trainer.device=cuda: {problem}; trainer.device=cpu runs without"]
     if wanted is not None and wanted > found:
         return [f"trainer.n_gpus_per_node={wanted}, but this machine has {found} GPUs"]
-    return placement.on_machine(trainer, found, process_gpus)
+    return placement.on_machine(trainer, found)
 
 
 def _uses_gpus_here(trainer: TrainerConfig) -> bool:

@@ -161,5 +161,5 @@ def test_a_tensor_parallel_replica_has_several_devices(monkeypatch: pytest.Monke
     assert (options.devices, options.node_id) == ("4,6", "node of b")
     with pytest.raises(ResourceError, match="GPUs for 2 replicas"):
         places.options(2, AsyncActorOptions(name="rollout-2", device="cuda"))
-    pool = RayResourcePool([1], use_gpu=True, gpus_per_rank=2)
+    pool = RayResourcePool([1], use_gpu=True, amounts={"CPU": 1.0, "GPU": 2.0})
     assert pool.bundle() == {"CPU": 1.0, "GPU": 2.0}

@@ -31,8 +31,8 @@ def embodied(**values: Any) -> PPOConfig:
     return good(**(EMBODIED | values))
 
 
-def apart(processes: int, **values: Any) -> PPOConfig:
-    pools, placement = {"sim": {"n_gpus_per_node": processes}}, {"environments": "sim"}
+def apart(processes: int, reserves: dict[str, float] | None = None, **values: Any) -> PPOConfig:
+    pools, placement = {"sim": {"n_gpus_per_node": processes, **(reserves or {})}}, {"environments": "sim"}
     return embodied(**({"trainer__pools": pools, "trainer__placement": placement} | values))
 
 
@@ -50,7 +50,10 @@ def test_simulators_in_the_ranks_and_apart_pass(config: PPOConfig) -> None:
             apart(8, env__num_envs=3),
             ["a stage has 4 processes, but env.num_envs=3 / env.stages=1 = 3 environments", "to at least 4"],
         ),
-        (apart(2, env__process_gpus=1.5), ["env.process_gpus=1.5: Ray gives parts of one GPU or whole ones; set 1 or 2"]),
+        (
+            apart(2, {"process_gpus": 1.5}),
+            ["trainer.pools.sim.process_gpus=1.5: Ray gives parts of one GPU or whole ones; set 1 or 2"],
+        ),
         (apart(2, trainer__controller="multi"), ["environments=sim with trainer.controller=multi"]),
         (
             apart(2, trainer__placement={"environments": "sim", "rollout": "sim"}),
@@ -65,21 +68,20 @@ def test_what_does_not_fit_is_named(config: PPOConfig, parts: list[str]) -> None
 
 
 def test_simulators_have_no_ranks_and_reserve_what_they_say() -> None:
-    config = apart(4, env__process_gpus=0.5, env__process_cpus=3.0)
+    config = apart(4, {"process_gpus": 0.5, "process_cpus": 3.0})
     assert list(pools_of(config.trainer)) == ["main", "sim"] and list(pools_of_ranks(config.trainer)) == ["main"]
-    assert on_machine(config.trainer, 4, 0.5) == [] and on_machine(config.trainer, 2) == []
-    assert "2 (main) + 2 (sim) = 4 GPUs, this machine has 3" in on_machine(config.trainer, 3, 0.5)[0]
-    assert cpus_on_machine(config, 14) == []
-    (problem,) = cpus_on_machine(config, 13)
+    assert on_machine(config.trainer, 4) == [] and on_machine(apart(4).trainer, 2) == []
+    assert "2 (main) + 2 (sim) = 4 GPUs, this machine has 3" in on_machine(config.trainer, 3)[0]
+    assert cpus_on_machine(config.trainer, 14) == []
+    (problem,) = cpus_on_machine(config.trainer, 13)
     assert "4 processes x 3 + 2 ranks = 14 CPUs, and the cluster that is started here has 13" in problem
     config.trainer.ray_init = {"num_cpus": 14}
-    assert cpus_on_machine(config, 13) == []
+    assert cpus_on_machine(config.trainer, 13) == []
 
 
-def test_reservations_of_a_pool_that_is_not_there_have_no_effect() -> None:
-    found = "\n".join(effects.without_effect(embodied(env__process_cpus=1.0), {"env.process_cpus"}))
-    assert "env.process_cpus" in found and "trainer.placement.environments names no pool" in found
-    assert effects.without_effect(apart(2, env__process_cpus=1.0), {"env.process_cpus"}) == []
+def test_only_simulators_reserve() -> None:
+    config = good(trainer__pools={"own": {"process_cpus": 1}}, trainer__placement={"critic": "own"})
+    assert "trainer.pools.own.process_cpus: only a pool of simulators reads it" in "\n".join(checks.check(config))
 
 
 def test_episodes_run_ahead_on_a_pool_of_their_own() -> None:
