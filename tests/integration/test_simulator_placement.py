@@ -152,7 +152,8 @@ def test_simulators_in_the_ranks_apart_and_all_apart_learn_the_same(job: Job, st
 
 
 def test_a_killed_actor_costs_its_episodes_and_the_run_goes_on(job: Job, start: Callable[[PPOConfig], Started]) -> None:
-    slow = (f"env.name={job.folder / 'slow.py'}:Slow", "trainer.pools.sim.n_gpus_per_node=2")
+    reserved = ("trainer.pools.sim={n_gpus_per_node: 2, process_cpus: 1}", "trainer.ray_init.num_cpus=5")
+    slow = (f"env.name={job.folder / 'slow.py'}:Slow", *reserved)
     started = start(job.config("killed", *slow, "trainer.placement.environments=sim"))
     victim, step = started.actors()[0], started.trainer.train_step
     orphans = {child.pid for child in victim.children(recursive=True)}

@@ -137,7 +137,7 @@ def cpus_on_machine(trainer: TrainerConfig, num_cpus: int) -> list[str]:
     if not is_separate(trainer, ENVIRONMENTS) or not own.process_cpus:
         return []
     ranks, each = sum(pool.ranks for pool in pools_of_ranks(trainer).values()), own.process_cpus
-    available, needed = max(int(trainer.ray_init.get("num_cpus", num_cpus)), ranks), ranks + own.ranks * each
+    available, needed = max(int(trainer.ray_init.get("num_cpus") or num_cpus), ranks), ranks + own.ranks * each
     if needed <= available:
         return []
     return [
