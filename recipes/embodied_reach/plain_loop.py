@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
-from recipes.embodied_reach.demonstrations import FIRST_WORD, VLA, WORDS, episode_seeds, record
+from recipes.embodied_reach.demonstrations import FIRST_WORD, STREAMS, VLA, WORDS, episode_seeds, record
 from recipes.tiny_smolvlm import build_config, build_tokenizer, initialize
 from rlhub.data.episodes import ActionTokenizer, Episode
 from rlhub.envs.vector.base import Obs
@@ -32,19 +32,18 @@ class Settings:
     """A run.  Learning rates are AdamW's; a call is one pass of the policy, which chooses a chunk of actions."""
 
     seed: int = 1
-    iterations: int = 125
+    iterations: int = 150
     from_scratch: bool = field(default=False, metadata={"help": "skip the cloning"})
     demonstrations: int = 2048
     clone_until: float = field(default=0.30, metadata={"help": "success at which cloning stops; over 1: --clone-updates decide"})
     clone_updates: int = field(default=400, metadata={"help": "most updates of cloning"})
     clone_lr: float = 1e-3
-    num_envs: int = 128
-    calls: int = field(default=4, metadata={"help": "calls of each environment in an iteration"})
-    lr: float = 3e-4
+    episodes: int = field(default=128, metadata={"help": "episodes of an iteration, each whole"})
+    lr: float = 6e-4
     warmup: int = field(default=20, metadata={"help": "updates"})
     epochs: int = field(default=4, metadata={"help": "most passes over the rows of an iteration"})
-    minibatch: int = 256
-    kl_stop: float = field(default=0.04, metadata={"help": "estimated KL of a minibatch that ends an iteration's updates"})
+    minibatches: int = field(default=2, metadata={"help": "of an epoch"})
+    kl_stop: float = field(default=0.05, metadata={"help": "estimated KL of a minibatch, after which an iteration stops"})
     clip_low: float = 0.2
     clip_high: float = 0.28
     gamma: float = 0.8
@@ -124,9 +123,9 @@ def executable(tokens: Tensor) -> np.ndarray:
     return ActionTokenizer(VLA).decode(tokens.numpy() + VLA.first_bin_id)
 
 
-def environments(count: int, *, auto_reset: bool) -> LockStep:
-    """Returns reach_color `count` times."""
-    return LockStep(ReachColor, count, auto_reset=auto_reset)
+def environments(count: int) -> LockStep:
+    """Returns reach_color `count` times; an environment whose episode has ended waits for its reset."""
+    return LockStep(ReachColor, count, auto_reset=False)
 
 
 @torch.no_grad()
@@ -176,7 +175,7 @@ def clone(policy: Policy, settings: Settings) -> None:
     rows = demonstration_rows(list(record(settings.demonstrations, settings.seed)))
     optimizer = torch.optim.AdamW(policy.parameters(), settings.clone_lr)
     generator = torch.Generator().manual_seed(settings.seed)
-    env = environments(256, auto_reset=False)
+    env = environments(256)
     batches: Iterator[Tensor] = iter(())
     for update in range(1, settings.clone_updates + 1):
         if (chosen := next(batches, None)) is None:
@@ -203,31 +202,27 @@ def step(policy: Policy, optimizer: torch.optim.Optimizer, loss: Tensor, max_nor
 
 
 class Collector:
-    """The environments of PPO, which go on from one iteration to the next; with groups, every iteration begins new episodes."""
+    """The environments of PPO: every iteration has a new episode in each, and episodes of a group begin alike."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.env = environments(settings.num_envs, auto_reset=not settings.grpo)
+        self.env = environments(settings.episodes)
         self.generator = torch.Generator().manual_seed(settings.seed)
-        self.started = 0
+        self.scenes = np.random.default_rng([STREAMS.index("rollouts"), settings.seed])
         self.obs = self.reset()
 
     def reset(self) -> Obs:
-        """Begins an episode in each environment; those of a group are alike."""
-        self.started += 1
+        """Begins the episodes."""
         size = max(self.settings.grpo, 1)
-        seeds = episode_seeds("rollouts", self.settings.seed * 100_000 + self.started, self.env.num_envs // size)
-        self.obs = self.env.reset(seeds=np.repeat(seeds, size).tolist())
-        return self.obs
+        seeds = self.scenes.integers(2**62, size=self.env.num_envs // size)
+        return self.env.reset(seeds=np.repeat(seeds, size).tolist())
 
     @torch.no_grad()
     def collect(self, policy: Policy) -> tuple[Rows, dict[str, float]]:
         """Returns the rows of an iteration, and numbers about them."""
-        settings, calls = self.settings, []
-        if settings.grpo:
-            self.reset()
-        for _ in range(settings.calls):
-            calls.append(self._call(policy))
+        settings = self.settings
+        self.obs = self.reset()
+        calls = [self._call(policy) for _ in range(0, self.env.spec.max_steps, VLA.chunk)]
         images, color, tokens, mask, log_probs, values, rewards, terminated, ended, final_values, solved = (
             torch.stack(column) for column in zip(*calls, strict=True)
         )
@@ -237,8 +232,7 @@ class Collector:
         if settings.grpo:
             advantages, returns = grouped(rewards, settings.grpo), rewards
         else:
-            _, last = policy(*seen(self.obs, settings.black_pictures))
-            following = torch.where(ended, final_values, torch.cat([values[1:], last[None]]))
+            following = torch.where(ended, final_values, values.roll(-1, 0))
             following = torch.where(terminated, 0.0, following)
             advantages = estimated(rewards, values, following, ended, settings)
             returns = advantages + values
@@ -299,16 +293,17 @@ class Learner:
         """Updates until the epochs are over or the policy has moved far enough; returns numbers."""
         before, norms, clipped, kl = self.taken, [0.0], [0.0], 0.0
         for _ in range(self.settings.epochs):
-            for chosen in torch.randperm(len(rows), generator=self.generator).split(self.settings.minibatch):
+            for chosen in torch.randperm(len(rows), generator=self.generator).chunk(self.settings.minibatches):
                 loss, kl, share = self._loss(rows[chosen])
-                if kl > self.settings.kl_stop:
-                    break
                 self.taken += 1
                 self.optimizer.param_groups[0]["lr"] = self.settings.lr * min(1.0, self.taken / self.settings.warmup)
                 norms.append(step(self.policy, self.optimizer, loss, self.settings.max_norm))
                 clipped.append(share)
-            if kl > self.settings.kl_stop:
-                break
+                if kl > self.settings.kl_stop:
+                    return self._numbers(before, norms, clipped, kl)
+        return self._numbers(before, norms, clipped, kl)
+
+    def _numbers(self, before: int, norms: list[float], clipped: list[float], kl: float) -> dict[str, float]:
         return {"updates": self.taken - before, "norm": max(norms), "clipped": max(clipped), "kl": kl}
 
     def _loss(self, rows: Rows) -> tuple[Tensor, float, float]:
@@ -323,7 +318,7 @@ class Learner:
             loss = loss + settings.value_coef * (values - rows.returns).square().mean()
         log_probs = logits.log_softmax(-1)
         entropy = (-(log_probs.exp() * log_probs).sum(-1) * rows.mask).sum(-1).mean()
-        kl, clipped = (ratio - 1 - log_ratio).mean().item(), (ratio != bounded).float().mean().item()
+        kl, clipped = -log_ratio.mean().item(), (ratio != bounded).float().mean().item()
         return loss - settings.entropy_coef * entropy, kl, clipped
 
 
@@ -341,7 +336,7 @@ def run(settings: Settings) -> dict[str, float]:
     policy = Policy(settings.seed)
     if not settings.from_scratch:
         clone(policy, settings)
-    env, black = environments(2 * SCENES, auto_reset=False), settings.black_pictures
+    env, black = environments(2 * SCENES), settings.black_pictures
     first = last = fixed_success(policy, env, black=black)
     report("start", 0, first)
     collector, learner = Collector(settings), Learner(policy, settings)
