@@ -9,7 +9,6 @@ that reads from top to bottom.  Success is greedy, over all fixed initial states
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -25,6 +24,8 @@ from rlhub.data.episodes import ActionTokenizer, Episode
 from rlhub.envs.vector.base import Obs
 from rlhub.envs.vector.lockstep import LockStep
 from rlhub.envs.vector.reach_color import COLORS, SCENES, ReachColor
+from rlhub.rewards.srpo import SRPOKnobs, SuccessBank, episode_encoder, srpo_rewards
+from rlhub.trainer.ppo.embodied import wilson_interval
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,12 +52,20 @@ class Settings:
     value_coef: float = 0.5
     entropy_coef: float = 0.003
     max_norm: float = 0.5
-    grpo: int = field(default=0, metadata={"help": "episodes in a group that shares its initial state; 0: PPO with values"})
+    group: int = field(default=1, metadata={"help": "episodes that share an initial state"})
+    grpo: bool = field(default=False, metadata={"help": "returns compared within groups, instead of values"})
+    sparse: bool = field(default=False, metadata={"help": "the reward is 1 for success, and a time-out ends an episode"})
+    srpo: bool = field(default=False, metadata={"help": "sparse, and failures get the self-referential reward of their group"})
     black_pictures: bool = field(default=False, metadata={"help": "control: the policy sees black, in PPO and in its checks"})
     shuffle_rewards: bool = field(default=False, metadata={"help": "control: rewards of an iteration change places"})
     frozen: bool = field(default=False, metadata={"help": "control: no update after cloning"})
     check_every: int = field(default=25, metadata={"help": "iterations between checks of success"})
     threads: int = 1
+
+    def __post_init__(self) -> None:
+        self.sparse |= self.srpo
+        if self.episodes % (self.group or 1) or (self.grpo and self.group < 2) or (self.srpo and self.group < 2):
+            raise SystemExit(f"--grpo and --srpo need --group of at least 2 that divides --episodes {self.episodes}")
 
 
 class Policy(nn.Module):
@@ -148,13 +157,6 @@ def fixed_success(policy: Policy, env: LockStep, **changed: bool) -> np.ndarray:
     return success(policy, env, env.reset(seeds=range(env.num_envs), initial=range(env.num_envs)), **changed)
 
 
-def wilson(solved: np.ndarray, z: float = 1.96) -> tuple[float, float, float]:
-    """Returns the share and its 95 % interval (Wilson 1927)."""
-    n, p = len(solved), float(solved.mean())
-    center, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return p, (center - half) / (1 + z * z / n), (center + half) / (1 + z * z / n)
-
-
 def demonstration_rows(episodes: list[Episode]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns images, colours, bins (rows, T) and mask (rows, T), a row for each frame: the answer is the actions from it on, and
     behind the episode's end nothing is learned."""
@@ -209,11 +211,12 @@ class Collector:
         self.env = environments(settings.episodes)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.scenes = np.random.default_rng([STREAMS.index("rollouts"), settings.seed])
+        self.encoder = episode_encoder("pixels", seed=0)
         self.obs = self.reset()
 
     def reset(self) -> Obs:
         """Begins the episodes."""
-        size = max(self.settings.grpo, 1)
+        size = self.settings.group
         seeds = self.scenes.integers(2**62, size=self.env.num_envs // size)
         return self.env.reset(seeds=np.repeat(seeds, size).tolist())
 
@@ -227,10 +230,14 @@ class Collector:
             torch.stack(column) for column in zip(*calls, strict=True)
         )
         valid = mask.any(-1)
+        if settings.sparse:
+            rewards, terminated = solved.float(), terminated | ended
+        if settings.srpo:
+            rewards = rewards + torch.where(ended & ~solved, self._self_referential(images, valid, solved.any(0)).float(), 0.0)
         if settings.shuffle_rewards:
             rewards[valid] = rewards[valid][torch.randperm(int(valid.sum()), generator=self.generator)]
         if settings.grpo:
-            advantages, returns = grouped(rewards, settings.grpo), rewards
+            advantages, returns = grouped(rewards, settings.group), rewards
         else:
             following = torch.where(ended, final_values, values.roll(-1, 0))
             following = torch.where(terminated, 0.0, following)
@@ -240,6 +247,14 @@ class Collector:
         rows = Rows(*(column[valid] for column in (images, color, tokens, mask, log_probs, advantages, returns)))
         numbers = {"reward": rewards.sum() / ended.sum(), "solved": solved.sum() / ended.sum()}
         return rows, {name: float(number) for name, number in numbers.items()}
+
+    def _self_referential(self, images: Tensor, valid: Tensor, solved: Tensor) -> Tensor:
+        """Returns the reward of each episode, (episodes,), from the pictures (calls, episodes, 32, 32, 3) and the last ones."""
+        last = torch.from_numpy(self.obs.images[:, 0])
+        films = [torch.cat([images[valid[:, row], row], last[row][None]]) for row in range(len(last))]
+        embeddings = self.encoder([film.permute(0, 3, 1, 2)[:, None] for film in films])
+        group = torch.arange(len(last)) // self.settings.group
+        return srpo_rewards(embeddings, solved, group, SuccessBank(), SRPOKnobs())[0]
 
     def _call(self, policy: Policy) -> tuple[Tensor, ...]:
         """Acts once in every environment; returns one column of each kind, (environments, ...)."""
@@ -324,10 +339,12 @@ class Learner:
 
 def report(stage: str, count: int, episodes: np.ndarray, **numbers: float) -> None:
     """Prints success with its interval, the CPU seconds so far, and other numbers."""
-    share, low, high = wilson(episodes)
+    low, high = wilson_interval(int(episodes.sum()), len(episodes))
     more = "  ".join(f"{name} {number:.3f}" for name, number in numbers.items())
     seconds = time.process_time()
-    print(f"{stage:<12} {count:4d}  success {share:.3f} [{low:.3f}, {high:.3f}]  cpu {seconds:.0f} s  {more}", flush=True)
+    print(
+        f"{stage:<12} {count:4d}  success {episodes.mean():.3f} [{low:.3f}, {high:.3f}]  cpu {seconds:.0f} s  {more}", flush=True
+    )
 
 
 def run(settings: Settings) -> dict[str, float]:
