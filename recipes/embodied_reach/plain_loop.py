@@ -60,6 +60,9 @@ class Settings:
     shuffle_rewards: bool = field(default=False, metadata={"help": "control: rewards of an iteration change places"})
     frozen: bool = field(default=False, metadata={"help": "control: no update after cloning"})
     check_every: int = field(default=25, metadata={"help": "iterations between checks of success"})
+    checked: int = field(
+        default=2 * SCENES, metadata={"help": "fixed initial states of a check; cloning is stopped by half as many"}
+    )
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -173,11 +176,11 @@ def demonstration_rows(episodes: list[Episode]) -> tuple[Tensor, Tensor, Tensor,
 
 
 def clone(policy: Policy, settings: Settings) -> None:
-    """Clones from demonstrations until a check over 256 states of their own, every 10 updates, is good enough."""
+    """Clones from demonstrations until a check over other states, every 10 updates, is good enough."""
     rows = demonstration_rows(list(record(settings.demonstrations, settings.seed)))
     optimizer = torch.optim.AdamW(policy.parameters(), settings.clone_lr)
     generator = torch.Generator().manual_seed(settings.seed)
-    env = environments(256)
+    env = environments(max(settings.checked // 2, 1))
     batches: Iterator[Tensor] = iter(())
     for update in range(1, settings.clone_updates + 1):
         if (chosen := next(batches, None)) is None:
@@ -188,7 +191,7 @@ def clone(policy: Policy, settings: Settings) -> None:
         loss = nn.functional.cross_entropy(logits[mask], bins[mask])
         step(policy, optimizer, loss, max_norm=1.0)
         if update % 10 == 0 and (settings.clone_until <= 1 or update % 100 == 0):
-            solved = success(policy, env, env.reset(seeds=episode_seeds("checks", settings.seed, 256)))
+            solved = success(policy, env, env.reset(seeds=episode_seeds("checks", settings.seed, env.num_envs)))
             report("clone", update, solved, loss=loss.item())
             if solved.mean() >= settings.clone_until:
                 return
@@ -353,7 +356,7 @@ def run(settings: Settings) -> dict[str, float]:
     policy = Policy(settings.seed)
     if not settings.from_scratch:
         clone(policy, settings)
-    env, black = environments(2 * SCENES), settings.black_pictures
+    env, black = environments(settings.checked), settings.black_pictures
     first = last = fixed_success(policy, env, black=black)
     report("start", 0, first)
     collector, learner = Collector(settings), Learner(policy, settings)
