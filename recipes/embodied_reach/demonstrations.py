@@ -33,6 +33,7 @@ VLA = VLAConfig(
     image_token_id=SPECIAL.index(IMAGE_TOKEN),
     tokens_per_image=TOKENS_PER_IMAGE,
     value_head=True,
+    value_scale=5.0,
 )
 """The policy's actions, in the vocabulary of `write_model(folder, seed, WORDS, num_places=4, num_bins=5)`."""
 STREAMS = ("demonstrations", "checks", "rollouts")

@@ -9,7 +9,6 @@ that reads from top to bottom.  Success is greedy, over all fixed initial states
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -19,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
-from recipes.embodied_reach.demonstrations import FIRST_WORD, VLA, WORDS, episode_seeds, record
+from recipes.embodied_reach.demonstrations import FIRST_WORD, STREAMS, VLA, WORDS, episode_seeds, record
 from recipes.tiny_smolvlm import build_config, build_tokenizer, initialize
 from rlhub.data.episodes import ActionTokenizer, Episode
 from rlhub.envs.vector.base import Obs
 from rlhub.envs.vector.lockstep import LockStep
 from rlhub.envs.vector.reach_color import COLORS, SCENES, ReachColor
+from rlhub.rewards.srpo import SRPOKnobs, SuccessBank, episode_encoder, srpo_rewards
+from rlhub.trainer.ppo.embodied import wilson_interval
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,19 +33,18 @@ class Settings:
     """A run.  Learning rates are AdamW's; a call is one pass of the policy, which chooses a chunk of actions."""
 
     seed: int = 1
-    iterations: int = 125
+    iterations: int = 150
     from_scratch: bool = field(default=False, metadata={"help": "skip the cloning"})
     demonstrations: int = 2048
     clone_until: float = field(default=0.30, metadata={"help": "success at which cloning stops; over 1: --clone-updates decide"})
     clone_updates: int = field(default=400, metadata={"help": "most updates of cloning"})
     clone_lr: float = 1e-3
-    num_envs: int = 128
-    calls: int = field(default=4, metadata={"help": "calls of each environment in an iteration"})
-    lr: float = 3e-4
+    episodes: int = field(default=128, metadata={"help": "episodes of an iteration, each whole"})
+    lr: float = 6e-4
     warmup: int = field(default=20, metadata={"help": "updates"})
     epochs: int = field(default=4, metadata={"help": "most passes over the rows of an iteration"})
-    minibatch: int = 256
-    kl_stop: float = field(default=0.04, metadata={"help": "estimated KL of a minibatch that ends an iteration's updates"})
+    minibatches: int = field(default=2, metadata={"help": "of an epoch"})
+    kl_stop: float = field(default=0.05, metadata={"help": "estimated KL of a minibatch, after which an iteration stops"})
     clip_low: float = 0.2
     clip_high: float = 0.28
     gamma: float = 0.8
@@ -52,12 +52,23 @@ class Settings:
     value_coef: float = 0.5
     entropy_coef: float = 0.003
     max_norm: float = 0.5
-    grpo: int = field(default=0, metadata={"help": "episodes in a group that shares its initial state; 0: PPO with values"})
+    group: int = field(default=1, metadata={"help": "episodes that share an initial state"})
+    grpo: bool = field(default=False, metadata={"help": "returns compared within groups, instead of values"})
+    sparse: bool = field(default=False, metadata={"help": "the reward is 1 for success, and a time-out ends an episode"})
+    srpo: bool = field(default=False, metadata={"help": "sparse, and failures get the self-referential reward of their group"})
     black_pictures: bool = field(default=False, metadata={"help": "control: the policy sees black, in PPO and in its checks"})
     shuffle_rewards: bool = field(default=False, metadata={"help": "control: rewards of an iteration change places"})
     frozen: bool = field(default=False, metadata={"help": "control: no update after cloning"})
     check_every: int = field(default=25, metadata={"help": "iterations between checks of success"})
+    checked: int = field(
+        default=2 * SCENES, metadata={"help": "fixed initial states of a check; cloning is stopped by half as many"}
+    )
     threads: int = 1
+
+    def __post_init__(self) -> None:
+        self.sparse |= self.srpo
+        if self.episodes % (self.group or 1) or (self.grpo and self.group < 2) or (self.srpo and self.group < 2):
+            raise SystemExit(f"--grpo and --srpo need --group of at least 2 that divides --episodes {self.episodes}")
 
 
 class Policy(nn.Module):
@@ -124,9 +135,9 @@ def executable(tokens: Tensor) -> np.ndarray:
     return ActionTokenizer(VLA).decode(tokens.numpy() + VLA.first_bin_id)
 
 
-def environments(count: int, *, auto_reset: bool) -> LockStep:
-    """Returns reach_color `count` times."""
-    return LockStep(ReachColor, count, auto_reset=auto_reset)
+def environments(count: int) -> LockStep:
+    """Returns reach_color `count` times; an environment whose episode has ended waits for its reset."""
+    return LockStep(ReachColor, count, auto_reset=False)
 
 
 @torch.no_grad()
@@ -149,13 +160,6 @@ def fixed_success(policy: Policy, env: LockStep, **changed: bool) -> np.ndarray:
     return success(policy, env, env.reset(seeds=range(env.num_envs), initial=range(env.num_envs)), **changed)
 
 
-def wilson(solved: np.ndarray, z: float = 1.96) -> tuple[float, float, float]:
-    """Returns the share and its 95 % interval (Wilson 1927)."""
-    n, p = len(solved), float(solved.mean())
-    center, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return p, (center - half) / (1 + z * z / n), (center + half) / (1 + z * z / n)
-
-
 def demonstration_rows(episodes: list[Episode]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns images, colours, bins (rows, T) and mask (rows, T), a row for each frame: the answer is the actions from it on, and
     behind the episode's end nothing is learned."""
@@ -172,11 +176,11 @@ def demonstration_rows(episodes: list[Episode]) -> tuple[Tensor, Tensor, Tensor,
 
 
 def clone(policy: Policy, settings: Settings) -> None:
-    """Clones from demonstrations until a check over 256 states of their own, every 10 updates, is good enough."""
+    """Clones from demonstrations until a check over other states, every 10 updates, is good enough."""
     rows = demonstration_rows(list(record(settings.demonstrations, settings.seed)))
     optimizer = torch.optim.AdamW(policy.parameters(), settings.clone_lr)
     generator = torch.Generator().manual_seed(settings.seed)
-    env = environments(256, auto_reset=False)
+    env = environments(max(settings.checked // 2, 1))
     batches: Iterator[Tensor] = iter(())
     for update in range(1, settings.clone_updates + 1):
         if (chosen := next(batches, None)) is None:
@@ -187,7 +191,7 @@ def clone(policy: Policy, settings: Settings) -> None:
         loss = nn.functional.cross_entropy(logits[mask], bins[mask])
         step(policy, optimizer, loss, max_norm=1.0)
         if update % 10 == 0 and (settings.clone_until <= 1 or update % 100 == 0):
-            solved = success(policy, env, env.reset(seeds=episode_seeds("checks", settings.seed, 256)))
+            solved = success(policy, env, env.reset(seeds=episode_seeds("checks", settings.seed, env.num_envs)))
             report("clone", update, solved, loss=loss.item())
             if solved.mean() >= settings.clone_until:
                 return
@@ -203,42 +207,42 @@ def step(policy: Policy, optimizer: torch.optim.Optimizer, loss: Tensor, max_nor
 
 
 class Collector:
-    """The environments of PPO, which go on from one iteration to the next; with groups, every iteration begins new episodes."""
+    """The environments of PPO: every iteration has a new episode in each, and episodes of a group begin alike."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.env = environments(settings.num_envs, auto_reset=not settings.grpo)
+        self.env = environments(settings.episodes)
         self.generator = torch.Generator().manual_seed(settings.seed)
-        self.started = 0
+        self.scenes = np.random.default_rng([STREAMS.index("rollouts"), settings.seed])
+        self.encoder = episode_encoder("pixels", seed=0)
         self.obs = self.reset()
 
     def reset(self) -> Obs:
-        """Begins an episode in each environment; those of a group are alike."""
-        self.started += 1
-        size = max(self.settings.grpo, 1)
-        seeds = episode_seeds("rollouts", self.settings.seed * 100_000 + self.started, self.env.num_envs // size)
-        self.obs = self.env.reset(seeds=np.repeat(seeds, size).tolist())
-        return self.obs
+        """Begins the episodes."""
+        size = self.settings.group
+        seeds = self.scenes.integers(2**62, size=self.env.num_envs // size)
+        return self.env.reset(seeds=np.repeat(seeds, size).tolist())
 
     @torch.no_grad()
     def collect(self, policy: Policy) -> tuple[Rows, dict[str, float]]:
         """Returns the rows of an iteration, and numbers about them."""
-        settings, calls = self.settings, []
-        if settings.grpo:
-            self.reset()
-        for _ in range(settings.calls):
-            calls.append(self._call(policy))
+        settings = self.settings
+        self.obs = self.reset()
+        calls = [self._call(policy) for _ in range(0, self.env.spec.max_steps, VLA.chunk)]
         images, color, tokens, mask, log_probs, values, rewards, terminated, ended, final_values, solved = (
             torch.stack(column) for column in zip(*calls, strict=True)
         )
         valid = mask.any(-1)
+        if settings.sparse:
+            rewards, terminated = solved.float(), terminated | ended
+        if settings.srpo:
+            rewards = rewards + torch.where(ended & ~solved, self._self_referential(images, valid, solved.any(0)).float(), 0.0)
         if settings.shuffle_rewards:
             rewards[valid] = rewards[valid][torch.randperm(int(valid.sum()), generator=self.generator)]
         if settings.grpo:
-            advantages, returns = grouped(rewards, settings.grpo), rewards
+            advantages, returns = grouped(rewards, settings.group), rewards
         else:
-            _, last = policy(*seen(self.obs, settings.black_pictures))
-            following = torch.where(ended, final_values, torch.cat([values[1:], last[None]]))
+            following = torch.where(ended, final_values, values.roll(-1, 0))
             following = torch.where(terminated, 0.0, following)
             advantages = estimated(rewards, values, following, ended, settings)
             returns = advantages + values
@@ -246,6 +250,14 @@ class Collector:
         rows = Rows(*(column[valid] for column in (images, color, tokens, mask, log_probs, advantages, returns)))
         numbers = {"reward": rewards.sum() / ended.sum(), "solved": solved.sum() / ended.sum()}
         return rows, {name: float(number) for name, number in numbers.items()}
+
+    def _self_referential(self, images: Tensor, valid: Tensor, solved: Tensor) -> Tensor:
+        """Returns the reward of each episode, (episodes,), from the pictures (calls, episodes, 32, 32, 3) and the last ones."""
+        last = torch.from_numpy(self.obs.images[:, 0])
+        films = [torch.cat([images[valid[:, row], row], last[row][None]]) for row in range(len(last))]
+        embeddings = self.encoder([film.permute(0, 3, 1, 2)[:, None] for film in films])
+        group = torch.arange(len(last)) // self.settings.group
+        return srpo_rewards(embeddings, solved, group, SuccessBank(), SRPOKnobs())[0]
 
     def _call(self, policy: Policy) -> tuple[Tensor, ...]:
         """Acts once in every environment; returns one column of each kind, (environments, ...)."""
@@ -299,16 +311,17 @@ class Learner:
         """Updates until the epochs are over or the policy has moved far enough; returns numbers."""
         before, norms, clipped, kl = self.taken, [0.0], [0.0], 0.0
         for _ in range(self.settings.epochs):
-            for chosen in torch.randperm(len(rows), generator=self.generator).split(self.settings.minibatch):
+            for chosen in torch.randperm(len(rows), generator=self.generator).chunk(self.settings.minibatches):
                 loss, kl, share = self._loss(rows[chosen])
-                if kl > self.settings.kl_stop:
-                    break
                 self.taken += 1
                 self.optimizer.param_groups[0]["lr"] = self.settings.lr * min(1.0, self.taken / self.settings.warmup)
                 norms.append(step(self.policy, self.optimizer, loss, self.settings.max_norm))
                 clipped.append(share)
-            if kl > self.settings.kl_stop:
-                break
+                if kl > self.settings.kl_stop:
+                    return self._numbers(before, norms, clipped, kl)
+        return self._numbers(before, norms, clipped, kl)
+
+    def _numbers(self, before: int, norms: list[float], clipped: list[float], kl: float) -> dict[str, float]:
         return {"updates": self.taken - before, "norm": max(norms), "clipped": max(clipped), "kl": kl}
 
     def _loss(self, rows: Rows) -> tuple[Tensor, float, float]:
@@ -323,16 +336,18 @@ class Learner:
             loss = loss + settings.value_coef * (values - rows.returns).square().mean()
         log_probs = logits.log_softmax(-1)
         entropy = (-(log_probs.exp() * log_probs).sum(-1) * rows.mask).sum(-1).mean()
-        kl, clipped = (ratio - 1 - log_ratio).mean().item(), (ratio != bounded).float().mean().item()
+        kl, clipped = -log_ratio.mean().item(), (ratio != bounded).float().mean().item()
         return loss - settings.entropy_coef * entropy, kl, clipped
 
 
 def report(stage: str, count: int, episodes: np.ndarray, **numbers: float) -> None:
     """Prints success with its interval, the CPU seconds so far, and other numbers."""
-    share, low, high = wilson(episodes)
+    low, high = wilson_interval(int(episodes.sum()), len(episodes))
     more = "  ".join(f"{name} {number:.3f}" for name, number in numbers.items())
     seconds = time.process_time()
-    print(f"{stage:<12} {count:4d}  success {share:.3f} [{low:.3f}, {high:.3f}]  cpu {seconds:.0f} s  {more}", flush=True)
+    print(
+        f"{stage:<12} {count:4d}  success {episodes.mean():.3f} [{low:.3f}, {high:.3f}]  cpu {seconds:.0f} s  {more}", flush=True
+    )
 
 
 def run(settings: Settings) -> dict[str, float]:
@@ -341,7 +356,7 @@ def run(settings: Settings) -> dict[str, float]:
     policy = Policy(settings.seed)
     if not settings.from_scratch:
         clone(policy, settings)
-    env, black = environments(2 * SCENES, auto_reset=False), settings.black_pictures
+    env, black = environments(settings.checked), settings.black_pictures
     first = last = fixed_success(policy, env, black=black)
     report("start", 0, first)
     collector, learner = Collector(settings), Learner(policy, settings)
