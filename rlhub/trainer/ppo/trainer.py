@@ -5,7 +5,7 @@ resume -> (validate) -> for each step: train, [validate], [save], log
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -213,18 +213,19 @@ def build_schedule(
     by_reference = config.trainer.batches == "reference"
     if config.env.name is not None:
         episodes = EpisodeGenerator(groups.rollout, config.actor_rollout_ref.rollout, by_reference)
-        on_scenes = BlockingValidation(
-            EpisodeValidator(
-                scenes=data.val_batches,
-                generator=episodes,
-                tokenizer=data.tokenizer,
-                num_shown=config.trainer.log_val_generations,
-            )
-        )
+        on_scenes = BlockingValidation(episode_validator(config, data.val_batches, data.tokenizer, episodes))
         return SyncSource(config, data.loader, episodes, groups.weights), on_scenes if data.val_batches else None
     generator = Generator(groups.rollout, config.actor_rollout_ref.rollout, by_reference)
     blocking = BlockingValidation(validator(generator))
     return SyncSource(config, data.loader, generator, groups.weights), blocking if data.val_batches else None
+
+
+def episode_validator(
+    config: PPOConfig, scenes: Sequence[DataProto], tokenizer: Any, generator: EpisodeGenerator
+) -> EpisodeValidator:
+    """Returns the validation of episodes in simulators."""
+    num_shown = config.trainer.log_val_generations
+    return EpisodeValidator(scenes=scenes, generator=generator, tokenizer=tokenizer, num_shown=num_shown)
 
 
 def start_workers(config: PPOConfig, total_steps: int, run: Run) -> Launched:
@@ -327,10 +328,16 @@ def load_validation(config: PPOConfig, tokenizer: Any) -> list[DataProto]:
     return batches
 
 
-def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Validator:
-    """Returns a validator over data.val_files, with workers that cannot train."""
+def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Callable[[], ValidationReport]:
+    """Returns a validator over data.val_files, or over the scenes of env.val_scenes, with workers that cannot train."""
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    if config.env.name is not None:
+        roles = policy_roles(config, worker_runtime(config), train=False)
+        groups = groups_of(stack.enter_context(launch_workers(roles, config.trainer, run=run)).groups)
+        groups.weights.sync(0)
+        scenes = validation_scenes(config.env, VALIDATION_ORDINALS)
+        return episode_validator(config, scenes, tokenizer, EpisodeGenerator(groups.rollout, config.actor_rollout_ref.rollout))
     batches = load_validation(config, tokenizer)
     parts = prepare_reward(config, tokenizer)
     stack.callback(parts.close)
