@@ -42,9 +42,7 @@ def main() -> int:
         if share >= options.at_least:
             (options.folder / "weak.txt").write_text(f"{path / CHECKPOINTED_MODEL}\n")
             return 0
-    print(
-        f"no checkpoint of {options.folder} solves {options.at_least} of the episodes; the last one solves {share:.3f}: clone longer"
-    )
+    print(f"no checkpoint solves {options.at_least} of the episodes, the last one {share:.3f}: clone longer (--sft-steps)")
     return 1
 
 

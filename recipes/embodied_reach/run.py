@@ -1,10 +1,10 @@
-"""A policy of a vision-language model's architecture learns from pixels to touch the target whose colour it is told: cloned weakly
-from a scripted expert, then improved by PPO in simulators.
+"""A tiny policy of a vision-language model's architecture learns from pixels to touch the target whose colour it is told: it is
+cloned weakly from a scripted expert, then improved by PPO in simulators.
 
     python recipes/embodied_reach/run.py [--seed 1] [--out outputs/embodied_reach/seed1] [key=value ...]
 
-Each stage is a command of its own, shown as it runs, and is skipped when its result is there.  `key=value` settings go to the last
-stage, for example `env.stages=2`.  --from-scratch leaves the cloning out.
+Each stage is a command of its own, shown as it runs, and is skipped when its result is there.  `key=value` settings go to the
+last stage, for example `env.stages=2`.  --from-scratch leaves the cloning out.
 """
 
 from __future__ import annotations
