@@ -15,6 +15,7 @@ from scripts.golden_runs import Outcome, differences
 ROOT = Path(__file__).resolve().parents[2]
 TWO = "--only=grpo,whiten_rewards"
 """Without and with a critic."""
+GRAPHS = f"{TWO},replayed,collected"
 
 
 def golden_runs(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -25,7 +26,7 @@ def golden_runs(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("golden"))
-    done = golden_runs("record", "--out", folder, "--backend=local", TWO)
+    done = golden_runs("record", "--out", folder, "--backend=local", GRAPHS)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -36,8 +37,9 @@ def test_in_process_and_through_ray_a_job_gives_the_same_bits(record: str) -> No
 
 
 def test_as_a_graph_a_step_gives_the_same_bits(record: str) -> None:
-    compared = golden_runs("compare", "--with", record, "--backend=local", TWO, "--set", "trainer.pipeline=ppo")
-    assert compared.returncode == 0 and compared.stdout.count("the same") == 2, compared.stdout + compared.stderr
+    """Replayed and collected batches too, which come from files."""
+    compared = golden_runs("compare", "--with", record, "--backend=local", GRAPHS, "--set", "trainer.pipeline=ppo")
+    assert compared.returncode == 0 and compared.stdout.count("the same") == 4, compared.stdout + compared.stderr
 
 
 def test_a_users_pipeline_trains_through_ray_from_its_path(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -369,6 +370,16 @@ def test_rows_in_another_order_take_late_columns_along(slow: str) -> None:
     columns = result.batch.batch
     assert columns["x"].tolist() == [20, 40, 10, 30] and "row_order" not in columns.keys()
     assert columns["both"].tolist() == [20 * 6, 40 * 6 + 1, 10 * 6 + 2, 30 * 6 + 3]
+
+
+@pytest.mark.parametrize(("name", "known"), [("prompts", True), ("style", False)])
+def test_rows_that_move_may_be_stored_in_another_form(name: str, known: bool) -> None:
+    """What a node above may write, and has not written, can come with the rows in their new order; other columns cannot."""
+    graph = graph_of([("sample", {"writes": "x prompts?"}), ("balance", {"reads": "x", "writes": "row_order"})])
+    moved = rows(x=[1, 2], row_order=[0, 1], **{name: [0, 0]})
+    with nullcontext() if known else pytest.raises(ProtocolError, match="returned column 'style', which it does not declare"):
+        result = run(graph, by_name(sample=lambda _: rows(x=[1, 2]), balance=lambda _: moved))
+        assert names_of(result.batch) == sorted([name, "x"])
 
 
 # --- worker groups, rows here and by reference -------------------------------------------------------------------------------
