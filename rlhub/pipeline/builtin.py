@@ -22,6 +22,7 @@ SCORES = "scores valid token_level_scores? baseline_rewards? group_metric? rewar
 MODEL = f"{TOKENS} response_mask"
 DEMONSTRATIONS = f"{MODEL} frame?"
 PAIRS = f"{MODEL} margin?"
+ESTIMATED = "advantages? returns? learn_mask?"
 PLACES = "row_order mini_batch critic_mini_batch?"
 DEALT = f"{MODEL} row_order"
 SCORED = f"{SCORES} response_mask finish_reason {ROWS} row_order"
@@ -68,6 +69,17 @@ def ppo(config: Any, needs: Needs) -> Pipeline:
     return step
 
 
+def measured(step: Pipeline) -> Pipeline:
+    """Lets a step whose advantages are a user's own measure what `compute_advantages` measures beside them, before the update:
+    the mismatch of the policies, rewards and lengths."""
+    names = [node.name for node in step.nodes]
+    own = next((node.name for node in step.nodes if any(use.name == "advantages" for use in node.writes)), None)
+    if own is None or "measure" in names or any(node.run == "compute_advantages" for node in step.nodes):
+        return step
+    scored = f"{SCORED} {SCORES}".replace("scores valid", "scores? valid?")
+    return step.insert("measure", below=own, run="measure_batch", on="actor", reads=[scored, PREDICTED, ESTIMATED])
+
+
 def dapo(config: Any, needs: Needs) -> Pipeline:
     """Dynamic sampling (Yu et al. 2025, arXiv 2503.14476): samples and scores until enough groups differ in reward.
 
@@ -103,14 +115,14 @@ def rm(config: Any, needs: Needs | None = None) -> Pipeline:
 
 
 class DataDriver(Protocol):
-    """The driver's own function of supervised training; see `Driver`."""
+    """The driver's own function of supervised training; see `StepDriver`."""
 
     def next_batch(self, batch: Any) -> Any:
         """Returns the next batch of a data set."""
 
 
-class Driver(DataDriver, Protocol):
-    """The driver's own functions, which these pipelines call by name.
+class StepDriver(Protocol):
+    """The driver's own functions of a training step, which these pipelines call by name.
 
     Each gets a batch of the columns that its node reads, with the columns of the step in meta_info, and returns a batch of those
     that it writes, or None; meta_info["metrics"] of the latter are the node's metrics.
@@ -130,3 +142,7 @@ class Driver(DataDriver, Protocol):
 
     def balance(self, batch: Any) -> Any:
         """Deals the rows to the ranks by their lengths: gets all columns and returns them in the new order, where they train."""
+
+
+class Driver(DataDriver, StepDriver, Protocol):
+    """All functions of drivers."""

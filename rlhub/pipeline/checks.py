@@ -28,18 +28,21 @@ ROLES: Mapping[str, str] = {
     "judge": "rlhub.workers.roles:JudgeWorker",
 }
 """The class of each role's workers, "module:Class"; a pipeline may have roles of its own (`Pipeline.roles`)."""
+NONE_MISSING: Mapping[str, str] = {}
 READY_MADE = tuple(name for name, column in COLUMNS.items() if column.writer == "executor")
 
 
-def check_nodes(nodes: Sequence[Node], roles: Mapping[str, str], settings: Any = None) -> list[str]:
+def check_nodes(
+    nodes: Sequence[Node], roles: Mapping[str, str], settings: Any = None, missing: Mapping[str, str] = NONE_MISSING
+) -> list[str]:
     """Returns the problems of a pipeline's nodes, in their order; [] where it can run.
 
     roles: the class of each role's workers, "module:Class".  settings: the configuration whose settings conditions may name;
-    None: any.
+    None: any.  missing: roles that the job does not have, with the remedy of each.
     """
     twice = [name for name, count in Counter(node.name for node in nodes).items() if count > 1]
     problems = [f"node {name!r} is declared twice; rename one" for name in twice]
-    checks = _Checks(list(nodes), roles, settings)
+    checks = _Checks(list(nodes), roles, settings, missing)
     own: tuple[Callable[[Node], Iterator[str]], ...] = (
         checks.role,
         checks.target,
@@ -56,16 +59,20 @@ def check_nodes(nodes: Sequence[Node], roles: Mapping[str, str], settings: Any =
 
 @dataclass(slots=True)
 class _Checks:
-    """What the checks look up.  written: the nodes that write each name; declared: all columns, with those of the pipeline."""
+    """What the checks look up.  drivers: the driver's functions; written: the nodes that write each name; declared: all
+    columns, with those of the pipeline."""
 
     nodes: list[Node]
     roles: Mapping[str, str]
     settings: Any
+    missing: Mapping[str, str]
+    drivers: set[str] = field(init=False)
     written: dict[str, list[Node]] = field(init=False, default_factory=dict)
     declared: dict[str, StepColumn] = field(init=False)
 
     def __post_init__(self) -> None:
         self.declared = declared_columns(self.nodes)
+        self.drivers = methods_of(self.roles[DRIVER], True) or set()
         for node in self.nodes:
             for use in node.writes:
                 self.written.setdefault(use.name, []).append(node)
@@ -75,6 +82,8 @@ class _Checks:
     def role(self, node: Node) -> Iterator[str]:
         if node.on not in self.roles:
             yield f"is on role {node.on!r}, which there is not{suggest(node.on, self.roles)}; known: {', '.join(self.roles)}"
+        elif node.on in self.missing and node.when is not False and ":" not in node.run and node.run not in self.drivers:
+            yield f"is on {node.on}, which this job does not have: {self.missing[node.on]}"
         if node.trains and node.on == DRIVER:
             yield f"trains {node.trains!r} and is on no role: give on={node.trains!r}"
         elif node.trains and node.trains != node.on:
@@ -85,10 +94,9 @@ class _Checks:
             yield from (problem.replace("run=", "runs ", 1) for problem in target_problems("run", node.run))
             return
         own = methods_of(self.roles[node.on], node.on == DRIVER) if node.on in self.roles else None
-        drivers = methods_of(self.roles[DRIVER], True) or set()
-        if own is None or node.run in drivers | own:
+        if own is None or node.run in self.drivers | own:
             return
-        known = sorted(own if node.on == DRIVER else drivers | own)
+        known = sorted(own if node.on == DRIVER else self.drivers | own)
         yield (
             f"runs {node.run!r}, which is no method of {'' if node.on == DRIVER else node.on + ' or '}the driver"
             f"{suggest(node.run, known)}; there are: {', '.join(known)}. Your own is 'module:name' or 'file.py:name'"

@@ -25,7 +25,7 @@ from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.pipeline.builtin import DEMONSTRATIONS, PAIRS
 from rlhub.pipeline.executor import Executor, RoleCalls, names_of
 from rlhub.pipeline.graph import TaskGraph
-from rlhub.pipeline.load import SUPERVISED_ROLES, build_pipeline, command_of
+from rlhub.pipeline.load import supervised_graph
 from rlhub.pipeline.show import to_svg
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
@@ -147,7 +147,7 @@ def _model_inputs(batch: DataProto) -> DataProto:
 
 def build_trainer(config: SupervisedConfig, data: SupervisedData, run: Run, stack: ExitStack) -> SupervisedTrainer:
     """Starts the workers that the job's pipeline names and builds its trainer.  What must be ended is put on `stack`."""
-    graph = build_pipeline(config.trainer.pipeline or command_of(config), config, None, SUPERVISED_ROLES)
+    graph = supervised_graph(config)
     config.optim.total_training_steps = data.total_steps
     runtime = WorkerRuntime(
         device=config.trainer.device,

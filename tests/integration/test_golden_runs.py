@@ -53,6 +53,7 @@ def test_a_users_pipeline_trains_through_ray_from_its_path(tmp_path: Path) -> No
     assert len(trained.metrics) == 3
     for row in trained.metrics:
         assert row["critic/shaped/mean"] > 0 and row["actor/grad_norm"] > 0
+        assert {"reward/mean", "response_length/mean", "mismatch/kl"} <= row.keys(), "measured beside advantages of one's own"
         assert {"perf/node_s/brevity", "perf/node_s/shape", "perf/node_s/advantages"} <= row.keys()
 
 

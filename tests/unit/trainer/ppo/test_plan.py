@@ -12,7 +12,8 @@ import pytest
 
 from rlhub.config.rules.derive import derive
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.trainer.ppo.plan import check_pipeline, describe
+from rlhub.pipeline.load import problems_of
+from rlhub.trainer.ppo.plan import describe, step_graph
 from tests.unit.trainer.preflight.test_checks import own_folder, problems, put, sound
 
 __all__ = ["own_folder"]  # the fixture
@@ -105,7 +106,7 @@ def test_the_check_takes_a_moment_and_no_torch() -> None:
     config.trainer.pipeline = "own.py:faulty"
     derive(config)
     started = time.process_time()
-    assert check_pipeline(config)
+    assert problems_of(lambda: step_graph(config))
     assert time.process_time() - started < 0.5
     status, loaded, said = main_ppo("trainer.pipeline=own.py:faulty", "--check")
     assert (status, loaded) == (2, ["False", "False"]) and "did you mean 'scores'?" in said
