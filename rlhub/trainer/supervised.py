@@ -32,8 +32,6 @@ from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
 from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.metrics import graph_metrics, mean_metrics
 from rlhub.trainer.run import Run
-from rlhub.utils.atomic import write_text
-from rlhub.utils.user_code import load_target
 from rlhub.workers.memory_handover import WorkerRuntime
 
 SupervisedConfig = SFTConfig | DPOConfig | RMConfig
@@ -156,9 +154,9 @@ def build_trainer(config: SupervisedConfig, data: SupervisedData, run: Run, stac
         max_response_length=config.data.max_length,
         deadline_s=config.trainer.deadline_s.update,
     )
-    roles = {role: ClassWithInitArgs(load_target(worker), config, runtime) for role, worker in graph.roles.items()}
+    roles = {role: ClassWithInitArgs(worker, config, runtime) for role, worker in graph.roles.items()}
     launched = stack.enter_context(launch_workers(roles, config.trainer, run=run))
-    write_text(run.folder.graph, to_svg(graph))
+    run.write_graph(to_svg(graph))
     return SupervisedTrainer(
         config=config,
         run=run,

@@ -16,6 +16,23 @@ ROOT = Path(__file__).resolve().parents[2]
 TWO = "--only=grpo,whiten_rewards"
 """Without and with a critic."""
 GRAPHS = f"{TWO},replayed,collected"
+SECOND = """
+from rlhub.pipeline.builtin import DEALT, ppo
+from rlhub.workers.actor import ReferenceWorker
+
+
+class Second(ReferenceWorker):
+    def __init__(self, config, runtime):
+        super().__init__(config.actor_rollout_ref, runtime)
+
+
+def pipeline(config, needs):
+    step = ppo(config, needs)
+    step.roles = {"second": f"{__file__}:Second"}
+    own = {"run": "compute_ref_log_prob", "on": "second", "reads": DEALT, "writes": "ref_log_prob"}
+    return step.replace("compute_ref_log_prob", "second_log_prob", **own)
+"""
+"""The reference as a role of the pipeline's own, with a class of the user's file."""
 
 
 def golden_runs(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -26,7 +43,7 @@ def golden_runs(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("golden"))
-    done = golden_runs("record", "--out", folder, "--backend=local", GRAPHS)
+    done = golden_runs("record", "--out", folder, "--backend=local", f"{GRAPHS},kl_loss")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -40,6 +57,14 @@ def test_as_a_graph_a_step_gives_the_same_bits(record: str) -> None:
     """Replayed and collected batches too, which come from files."""
     compared = golden_runs("compare", "--with", record, "--backend=local", GRAPHS, "--set", "trainer.pipeline=ppo")
     assert compared.returncode == 0 and compared.stdout.count("the same") == 4, compared.stdout + compared.stderr
+
+
+def test_a_role_of_a_pipelines_own_on_a_pool_of_its_own_gives_the_same_bits(record: str, tmp_path: Path) -> None:
+    (tmp_path / "second.py").write_text(SECOND)
+    pool = ["trainer.pools.other.n_gpus_per_node=1", "trainer.placement.second=other"]
+    settings = ["--set", f"trainer.pipeline={tmp_path / 'second.py'}:pipeline", *pool]
+    compared = golden_runs("compare", "--with", record, "--backend=ray", "--against=local", "--only=kl_loss", *settings)
+    assert compared.returncode == 0, compared.stdout + compared.stderr
 
 
 def test_a_users_pipeline_trains_through_ray_from_its_path(tmp_path: Path) -> None:
