@@ -53,8 +53,7 @@ def check_nodes(
     )
     for node in nodes:
         problems += [f"node {node.name!r} {problem}" for check in own for problem in check(node)]
-    # Edges by name mean nothing where two nodes share one.
-    return [*problems, *checks.writers(), *(() if twice else checks.order()), *checks.unused()]
+    return [*problems, *checks.writers(), *checks.order(), *checks.unused()]
 
 
 @dataclass(slots=True)
@@ -172,9 +171,11 @@ class _Checks:
 
     def order(self) -> Iterator[str]:
         """Finds cycles, nodes above those they need, and nodes below the one that trains the weights they use."""
-        edges = find_edges(self.nodes)
+        names = [node.name for node in self.nodes]
+        nodes = [node for index, node in enumerate(self.nodes) if names.index(node.name) == index]  # edges go by name
+        edges = find_edges(nodes)
         before = ancestors(edges)
-        position = {node.name: index for index, node in enumerate(self.nodes)}
+        position = {node.name: index for index, node in enumerate(nodes)}
         cyclic = {name for name in position if name in before.get(name, ())}
         if cyclic:
             yield f"nodes wait for each other in a circle: {' -> '.join(_circle(edges, cyclic))}"
@@ -182,8 +183,8 @@ class _Checks:
             if position[edge.source] > position[edge.target] and not {edge.source, edge.target} <= cyclic:
                 above, below = repr(edge.target), repr(edge.source)
                 yield f"node {above} needs {below} ({edge.label}), which stands below it; put {above} below {below}"
-        for node in self.nodes:
-            for trainer in self.nodes[: position[node.name]]:
+        for node in nodes:
+            for trainer in nodes[: position[node.name]]:
                 if trainer.trains == node.on and not node.trains and trainer.name not in before.get(node.name, ()):
                     yield (
                         f"node {node.name!r} uses the weights of {node.on} and stands below {trainer.name!r}, which trains them: "

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, Unpack
 
+from rlhub.config.names import target_problems
 from rlhub.errors import ConfigError
 from rlhub.pipeline.checks import NONE_MISSING, ROLES, check_nodes
 from rlhub.pipeline.nodes import Edge, Node, NodeFields, find_edges
@@ -126,7 +127,8 @@ class Pipeline:
         settings: the configuration whose settings conditions may name; None: any.  usual: the roles beside the pipeline's own.
         missing: those of them that the job does not have, with the remedy of each.
         """
-        return [*self._problems, *check_nodes(self.nodes, {**usual, **self.roles}, settings, missing)]
+        classes = [text for role, target in self.roles.items() for text in target_problems(f"role {role!r}", target)]
+        return [*self._problems, *classes, *check_nodes(self.nodes, {**usual, **self.roles}, settings, missing)]
 
     def build(self, settings: Any = None, usual: Mapping[str, str] = ROLES) -> TaskGraph:
         """Returns the graph of the nodes that run.  Raises ConfigError with all problems."""
