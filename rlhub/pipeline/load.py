@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhub.config.names import target_problems, unknown
+from rlhub.config.rules.engines import ONLY_ROLE
 from rlhub.config.rules.placement import unplaceable
 from rlhub.errors import ConfigError, RlhubError
 from rlhub.pipeline.checks import NONE_MISSING, ROLES
@@ -92,7 +93,11 @@ def build_pipeline(
 
 def supervised_graph(config: Any) -> TaskGraph:
     """Returns the checked graph of main_sft, main_dpo or main_rm.  Raises ConfigError with all that is wrong."""
-    return build_pipeline(config.trainer.pipeline or command_of(config), config, None, SUPERVISED_ROLES)
+    target = config.trainer.pipeline or command_of(config)
+    graph = build_pipeline(target, config, None, SUPERVISED_ROLES)
+    if ONLY_ROLE not in graph.roles:
+        raise ConfigError(f"{SETTING}={target}: it has no role {ONLY_ROLE!r}, which is the one that is validated")
+    return graph
 
 
 def problems_of(build: Callable[[], object]) -> list[str]:
