@@ -96,6 +96,11 @@ PPO = (
     "critic.cliprange_value=0.05",
 )
 STALE = (f"{ROLLOUT}.mode=async", "trainer.max_staleness=1", "trainer.stale_policy=correct", f"{CORRECTION}.rollout_is=token")
+ACTIONS = (
+    "{chunk:2,action_dim:2,bins:5,first_bin_id:11,place_ids:[7,8,9,10],image_token_id:3,tokens_per_image:4,value_head:true,"
+    "action_low:[-1.0],action_high:[1.0]}"
+)
+"""Of the policy of actions that `write_inputs` writes."""
 INEXACT = f"{ROLLOUT}.dtype=bfloat16"
 """The engine then samples from a policy that differs from the trainer's, so that a correction corrects."""
 CONFIGURATIONS: Mapping[str, Sequence[str]] = {
@@ -124,6 +129,19 @@ CONFIGURATIONS: Mapping[str, Sequence[str]] = {
     "async_staleness_0": (f"{ROLLOUT}.mode=async", "trainer.max_staleness=0"),
     "replayed": (*STALE, "trainer.replay_from=INPUTS/batches"),
     "collected": (*STALE, f"{ROLLOUT}.trajectories_folder=INPUTS/trajectories", f"{ROLLOUT}.weights_folder=RUN/weights"),
+    "episodes": (
+        "env.name=reach_color",
+        "data.train_files=null",
+        "custom_reward_function.path=null",
+        "data.max_prompt_length=16",
+        "actor_rollout_ref.model.path=INPUTS/policy",
+        f"actor_rollout_ref.model.vla={ACTIONS}",
+        "algorithm.adv_estimator=chunk_gae",
+        f"{ACTOR}.log_prob_level=chunk",
+        f"{ACTOR}.value_loss_coef=0.5",
+        f"{ACTOR}.optim.lr=1e-3",
+        f"{ROLLOUT}.n=2",
+    ),
     "separate_pools": (
         *PPO,
         "trainer.pools.generation.n_gpus_per_node=1",
@@ -219,8 +237,10 @@ def write_inputs(folder: Path, product: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from recipes.tiny_smolvlm import write_model
     from scripts.bench.tiny_model import build
 
+    write_model(folder / "policy", 1, ["touch", "red", "blue"], num_places=4, num_bins=5)
     build(folder / "model", hidden=32, layers=2, vocab_size=VOCABULARY)
     words = [
         [f"w{2 + (7 * row + 5 * word + row * word) % (VOCABULARY - 2)}" for word in range(2 + row % 3)] for row in range(ROWS)

@@ -15,8 +15,11 @@ from rlhub.pipeline.graph import Pipeline
 # until the rows are with the ranks that train on them.
 TOKENS = "input_ids attention_mask"
 FIELDS = "data_source? ground_truth? extra_info?"
-ROWS = "uid ordinal sample_index prompt_length? response_length"
-SAMPLED = f"{TOKENS} prompts? responses response_mask finish_reason {ROWS} {FIELDS} rollout_log_probs policy_version?"
+ROWS = "uid ordinal? sample_index prompt_length? response_length"
+CALLS = "episode? call? terminated? next_values?"
+SAMPLED = f"{TOKENS} pixel_values? prompts? responses response_mask finish_reason {ROWS} {FIELDS} {CALLS} " + (
+    "rollout_log_probs policy_version?"
+)
 TEXT = f"{TOKENS} responses response_mask {ROWS} {FIELDS}"
 SCORES = "scores valid token_level_scores? baseline_rewards? group_metric? reward/*?"
 MODEL = f"{TOKENS} response_mask"
@@ -24,14 +27,14 @@ DEMONSTRATIONS = f"{MODEL} frame?"
 PAIRS = f"{MODEL} margin?"
 ESTIMATED = "advantages? returns? learn_mask?"
 PLACES = "row_order mini_batch critic_mini_batch?"
-DEALT = f"{MODEL} row_order"
-SCORED = f"{SCORES} response_mask finish_reason {ROWS} row_order"
+DEALT = f"{MODEL} pixel_values? row_order"
+SCORED = f"{SCORES} response_mask finish_reason {ROWS} {CALLS} row_order"
 PREDICTED = "values? old_log_probs? ref_log_prob? sum_pi_squared? rollout_log_probs policy_version?"
 VALUE = f"{TOKENS} learn_mask critic_mini_batch values returns"
 CORRECTION = "sample_index learn_mask advantages old_log_probs? rollout_log_probs"
 SELECTION = f"{CORRECTION} loss_mask? mini_batch step"
 POLICY = (
-    f"{TOKENS} mini_batch advantages learn_mask loss_mask? importance_weights? selected? "
+    f"{TOKENS} pixel_values? mini_batch values? returns? advantages learn_mask loss_mask? importance_weights? selected? "
     "old_log_probs? rollout_log_probs ref_log_prob? policy_version?"
 )
 
@@ -40,6 +43,7 @@ class Needs(Protocol):
     """Says what the chosen algorithm requires; `trainer.ppo.requirements` explains it."""
 
     values: bool
+    own_values: bool
     reference: bool
     old_log_probs: bool
     correction: bool
@@ -54,7 +58,8 @@ def ppo(config: Any, needs: Needs) -> Pipeline:
     step.add("score", reads=TEXT, writes=SCORES)
     step.add("balance", reads=f"step {ROWS}", writes=PLACES, gathers="response_length sample_index")
 
-    step.add("compute_log_prob", on="actor", reads=DEALT, writes="old_log_probs sum_pi_squared?", when=needs.old_log_probs)
+    predicted = "old_log_probs sum_pi_squared?" + " values" * needs.own_values
+    step.add("compute_log_prob", on="actor", reads=DEALT, writes=predicted, when=needs.old_log_probs)
     step.add("compute_ref_log_prob", on="reference", reads=DEALT, writes="ref_log_prob", when=needs.reference)
     step.add("compute_values", on="critic", reads=DEALT, writes="values", when=needs.values)
     step.add("compute_advantages", on="actor", reads=[SCORED, PREDICTED], writes="advantages returns learn_mask")

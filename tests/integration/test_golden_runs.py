@@ -15,7 +15,7 @@ from scripts.golden_runs import Outcome, differences
 ROOT = Path(__file__).resolve().parents[2]
 TWO = "--only=grpo,whiten_rewards"
 """Without and with a critic."""
-GRAPHS = f"{TWO},replayed,collected"
+GRAPHS = f"{TWO},replayed,collected,episodes"
 SECOND = """
 from rlhub.pipeline.builtin import DEALT, ppo
 from rlhub.workers.actor import ReferenceWorker
@@ -54,9 +54,9 @@ def test_in_process_and_through_ray_a_job_gives_the_same_bits(record: str) -> No
 
 
 def test_as_a_graph_a_step_gives_the_same_bits(record: str) -> None:
-    """Replayed and collected batches too, which come from files."""
+    """Batches that come from files too, and episodes in simulators."""
     compared = golden_runs("compare", "--with", record, "--backend=local", GRAPHS, "--set", "trainer.pipeline=ppo")
-    assert compared.returncode == 0 and compared.stdout.count("the same") == 4, compared.stdout + compared.stderr
+    assert compared.returncode == 0 and compared.stdout.count("the same") == 5, compared.stdout + compared.stderr
 
 
 def test_a_role_of_a_pipelines_own_on_a_pool_of_its_own_gives_the_same_bits(record: str, tmp_path: Path) -> None:
