@@ -34,7 +34,7 @@ VALUE = f"{TOKENS} learn_mask critic_mini_batch values returns"
 CORRECTION = "sample_index learn_mask advantages old_log_probs? rollout_log_probs"
 SELECTION = f"{CORRECTION} loss_mask? mini_batch step"
 POLICY = (
-    f"{TOKENS} pixel_values? mini_batch values? returns? advantages learn_mask loss_mask? importance_weights? selected? "
+    f"{TOKENS} pixel_values? mini_batch advantages learn_mask loss_mask? importance_weights? selected? "
     "old_log_probs? rollout_log_probs ref_log_prob? policy_version?"
 )
 
@@ -58,7 +58,7 @@ def ppo(config: Any, needs: Needs) -> Pipeline:
     step.add("score", reads=TEXT, writes=SCORES)
     step.add("balance", reads=f"step {ROWS}", writes=PLACES, gathers="response_length sample_index")
 
-    predicted = "old_log_probs sum_pi_squared?" + " values" * needs.own_values
+    predicted = ["old_log_probs sum_pi_squared?", "values" if needs.own_values else ""]
     step.add("compute_log_prob", on="actor", reads=DEALT, writes=predicted, when=needs.old_log_probs)
     step.add("compute_ref_log_prob", on="reference", reads=DEALT, writes="ref_log_prob", when=needs.reference)
     step.add("compute_values", on="critic", reads=DEALT, writes="values", when=needs.values)
@@ -70,7 +70,8 @@ def ppo(config: Any, needs: Needs) -> Pipeline:
     corrected = "loss_mask importance_weights?"
     step.add("rollout_correction", on="actor", reads=CORRECTION, writes=corrected, when=needs.correction and learns)
     step.add("select_tokens", on="actor", reads=SELECTION, writes="selected", when=needs.selection and learns)
-    step.add("update_actor", on="actor", reads=POLICY, trains="actor", when=learns)
+    learned = [POLICY, "values returns" if needs.own_values else ""]
+    step.add("update_actor", on="actor", reads=learned, trains="actor", when=learns)
     return step
 
 

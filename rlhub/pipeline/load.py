@@ -62,6 +62,22 @@ def build_pipeline(
     not have, with the remedy of each.  complete: adds the nodes that a command needs in every pipeline.  The user's function is
     run; nothing that nodes name is imported.  Raises ConfigError with all that is wrong.
     """
+    pipeline = _declared(target, config, needs)
+    if complete is not None:
+        complete(pipeline)
+    problems = pipeline.problems(config, usual, missing)
+    if DRIVER in pipeline.roles:
+        problems.append(f"the role {DRIVER!r} is this command's own: nodes call functions of yours by run='file.py:name'")
+    problems = [f"{SETTING}={target}: {problem}" for problem in problems]
+    if config is not None:
+        problems += unplaceable(config.trainer, usual, pipeline.roles)
+    if problems:
+        raise ConfigError(problems)
+    return pipeline.graph()
+
+
+def _declared(target: str, config: Any, needs: Any) -> Pipeline:
+    """Returns what the function of a pipeline returns.  Raises ConfigError where it fails, or is another command's."""
     own = BUILT_IN.get(command_of(config), ())
     if target not in own and any(target in names for names in BUILT_IN.values()):
         raise ConfigError(
@@ -78,17 +94,7 @@ def build_pipeline(
     if not isinstance(pipeline, Pipeline):
         found = type(pipeline).__name__
         raise ConfigError(f"{SETTING}={target}: it returned {found}; expected a rlhub.pipeline.graph.Pipeline")
-    if complete is not None:
-        complete(pipeline)
-    problems = pipeline.problems(config, usual, missing)
-    if DRIVER in pipeline.roles:
-        problems.append(f"the role {DRIVER!r} is this command's own: nodes call functions of yours by run='file.py:name'")
-    problems = [f"{SETTING}={target}: {problem}" for problem in problems]
-    if config is not None:
-        problems += unplaceable(config.trainer, usual, pipeline.roles)
-    if problems:
-        raise ConfigError(problems)
-    return pipeline.graph()
+    return pipeline
 
 
 def supervised_graph(config: Any) -> TaskGraph:
