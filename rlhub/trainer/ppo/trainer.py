@@ -46,8 +46,6 @@ from rlhub.trainer.ppo.validation import (
 )
 from rlhub.trainer.ppo.worker_groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT_ROLE, WorkerGroups, actor_role, groups_of
 from rlhub.trainer.run import Run
-from rlhub.utils.atomic import write_text
-from rlhub.utils.user_code import load_target
 from rlhub.workers.actor import ActorWorker, ReferenceWorker
 from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.roles import ActorRolloutRefWorker, CriticWorker
@@ -175,7 +173,7 @@ def build_step(graph: TaskGraph | None, launched: Launched, run: Run, **parts: A
     """Returns the plain step, or the one of a graph, whose picture goes to the run folder."""
     if graph is None:
         return TrainingStep(**parts)
-    write_text(run.folder.graph, to_svg(graph))
+    run.write_graph(to_svg(graph))
     return GraphStep(**parts, graph=graph, roles=launched.groups)
 
 
@@ -242,7 +240,7 @@ def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInit
     used = {node.on for node in graph.nodes} if graph is not None else {REFERENCE_ROLE} if needs.reference else set()
     roles = policy_roles(config, runtime, needs_reference=REFERENCE_ROLE in used)
     for role, target in graph.roles.items() if graph is not None else ():
-        roles[role] = ClassWithInitArgs(load_target(target), config, runtime)
+        roles[role] = ClassWithInitArgs(target, config, runtime)
     if needs.values:
         critic.optim.total_training_steps = total_steps * critic_mini_batches(config) * (critic.ppo_epochs or 1)
         roles[CRITIC_ROLE] = ClassWithInitArgs(CriticWorker, critic, runtime, loss_agg_mode=actor.loss_agg_mode)
