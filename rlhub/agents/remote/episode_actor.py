@@ -26,7 +26,7 @@ from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowPa
 from rlhub.engines.rollout.base import FINISH_CODES, Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import EngineError, RlhubError, WorkflowError
 from rlhub.rewards.pool import RewardFunction
-from rlhub.rewards.rows import PackedOutcomes, RowScorer, no_turn_scores, pack_outcomes
+from rlhub.rewards.rows import RowScorer, no_turn_scores, pack_outcomes
 from rlhub.utils.aio.results import Reject
 
 if TYPE_CHECKING:
@@ -212,10 +212,11 @@ class EpisodeActor:
         """Calls a method of the store that has the tokens of finished episodes."""
         return await asyncio.to_thread(getattr(self._kept, method), *args)
 
-    async def score(self, keys: Sequence[str], prompt: Mapping[str, Any]) -> PackedOutcomes:
-        """Scores finished episodes of a prompt by the reward function, and returns their outcomes in the order of the keys."""
+    async def score(self, keys: Sequence[str], prompt: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Scores finished episodes of a prompt by the reward function; returns PackedOutcomes in the order of the keys, as a
+        tuple, for the class's name is as long as the scores."""
         assert self._scorer is not None, "the driver asks only where there is a function"
-        return pack_outcomes(await self._scorer.score(prompt, self._kept.responses(keys)))
+        return tuple(pack_outcomes(await self._scorer.score(prompt, self._kept.responses(keys))))
 
     async def close(self) -> None:
         """Cancels all episodes and closes their workflows."""
