@@ -73,7 +73,7 @@ class TrainerConfig:
     main_dpo and main_rm."""
     placement: dict[str, Any] = field(default_factory=dict)
     """Pools of roles, role -> pool, for rollout, reference, critic, reward_model, judge, environments (the simulators of
-    env.name, in processes of a pool of their own) and the roles of a pipeline of your own; other roles share the actor's processes."""
+    env.name, in processes of a pool of their own) and the roles of a pipeline of your own; others share the actor's processes."""
     save_freq: IntOrOff = -1
     """Steps between checkpoints; -1: only the last step is saved."""
     test_freq: IntOrOff = -1
