@@ -101,8 +101,8 @@ class Started:
         self.run.start()
 
     def actors(self) -> list[psutil.Process]:
-        """Returns the processes of the simulators' actors."""
-        return [one for one in psutil.process_iter() if title(one).startswith("ray::ActorProcess")]
+        """Returns the processes of this run's simulators, which write to logs of theirs: the machine may run others."""
+        return [one for one in psutil.process_iter() if output_of(one).startswith(f"{self.run.folder.logs}/simulators-")]
 
     def close(self) -> None:
         groups = self.trainer.groups
@@ -113,10 +113,12 @@ class Started:
         assert all_end(ranks | {one.pid for one in actors} | children)
 
 
-def title(process: psutil.Process) -> str:
+def output_of(process: psutil.Process) -> str:
+    """Returns the file that an actor of Ray writes to; "" for others, and for its children."""
     try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
+        is_actor = process.cmdline()[:1] != [] and process.cmdline()[0].startswith("ray::")
+        return os.readlink(f"/proc/{process.pid}/fd/1") if is_actor else ""
+    except (psutil.Error, OSError):
         return ""
 
 

@@ -138,7 +138,7 @@ def test_a_role_of_the_pipelines_own_may_be_placed_and_no_other() -> None:
     placed = "second"
     assert problems(change) == []
     placed = "secnd"
-    known = "rollout, reference, critic, reward_model, judge, second"
+    known = "rollout, reference, critic, reward_model, judge, environments, second"
     assert problems(change) == [f"trainer.placement.secnd: no such role; did you mean 'second'? known: {known}"]
 
 
