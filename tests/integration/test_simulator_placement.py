@@ -23,7 +23,6 @@ from recipes.tiny_smolvlm import write_model
 from rlhub.config.cli import prepare
 from rlhub.config.schema import to_dict
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.trainer import PPOTrainer, build_data, build_trainer
 from rlhub.trainer.preflight.checks import check
 from rlhub.trainer.run import Run
@@ -99,6 +98,14 @@ class Started:
         self.run = self.stack.enter_context(Run(config.trainer, to_dict(config), data.total_steps))
         self.trainer: PPOTrainer = build_trainer(config, data, self.run, self.stack)
         self.run.start()
+        self.prompts = self.trainer.loader.endless()
+
+    def step(self, number: int) -> None:
+        """Takes one step, and saves where it is due."""
+        self.run.begin_step(number)
+        metrics = self.trainer.train_step(number, self.prompts)
+        self.trainer.source.trained(number)
+        self.run.end_step(number, metrics, save=self.trainer.save, state=self.trainer.state, last=False, late=None)
 
     def actors(self) -> list[psutil.Process]:
         """Returns the processes of this run's simulators, which write to logs of theirs: the machine may run others."""
@@ -157,7 +164,7 @@ def test_a_killed_actor_costs_its_episodes_and_the_run_goes_on(job: Job, start: 
     reserved = ("trainer.pools.sim={n_gpus_per_node: 2, process_cpus: 1}", "trainer.ray_init.num_cpus=5")
     slow = (f"env.name={job.folder / 'slow.py'}:Slow", *reserved)
     started = start(job.config("killed", *slow, "trainer.placement.environments=sim"))
-    victim, step = started.actors()[0], started.trainer.train_step
+    victim = started.actors()[0]
     orphans = {child.pid for child in victim.children(recursive=True)}
     assert orphans, "the simulators are its children"
 
@@ -165,13 +172,10 @@ def test_a_killed_actor_costs_its_episodes_and_the_run_goes_on(job: Job, start: 
         time.sleep(0.5)
         os.kill(victim.pid, signal.SIGKILL)
 
-    def killing(number: int, prompts: Iterator[DataProto]) -> dict[str, float]:
-        if number == 2:
-            threading.Thread(target=kill).start()
-        return step(number, prompts)
-
-    started.trainer.train_step = killing  # type: ignore[assignment]
-    started.trainer.fit()
+    started.step(1)
+    threading.Thread(target=kill).start()
+    started.step(2)
+    started.step(3)
     lost = [row["rollout/lost_episodes"] for row in job.rows("killed")]
     assert lost[0] == 0 < lost[1] <= SCENES / 2 and lost[2] == 0, lost
     assert all_end(orphans | {victim.pid}) and len(started.actors()) == 2
@@ -185,12 +189,8 @@ def test_episodes_ahead_of_training_train_once_each(job: Job, start: Callable[[P
         *("trainer.pools.gen={}", "trainer.placement.rollout=gen", "algorithm.rollout_correction.rollout_is=token"),
     )
     started = start(job.config("ahead", *ahead, "trainer.total_training_steps=5"))
-    trainer, prompts = started.trainer, started.trainer.loader.endless()
     for step in (1, 2, 3):
-        started.run.begin_step(step)
-        metrics = trainer.train_step(step, prompts)
-        trainer.source.trained(step)
-        started.run.end_step(step, metrics, save=trainer.save, state=trainer.state, last=False, late=None)
+        started.step(step)
     started.close()
     resumed = start(job.config("ahead", *ahead, "trainer.total_training_steps=5"))
     assert resumed.trainer.fit() == 5
