@@ -53,7 +53,7 @@ ENVIRONMENT = {
 class Section:
     """A part of the program.
 
-    target: "module:function", which gets a Context (scripts/gpu/measure.py).
+    target: "module:function"; the function gets a Context (scripts/gpu/measure.py).
     limit_s: the time limit; on a CPU or at small sizes too.
     needs_gb: GiB of GPU memory that must be free at full size.
     """
@@ -65,16 +65,16 @@ class Section:
 
 
 SECTIONS: Mapping[str, Section] = {
-    "A": Section(title="ceilings of the machine", target="hardware:ceilings", limit_s=40, needs_gb=4),
-    "B": Section(title="correctness", target="correctness:correctness", limit_s=120, needs_gb=16),
-    "C": Section(title="update", target="training:update", limit_s=345, needs_gb=12),
-    "D": Section(title="log-prob pass and offloading", target="training:passes", limit_s=75, needs_gb=24),
-    "E": Section(title="rollout", target="rollout:throughput", limit_s=240, needs_gb=12),
-    "F": Section(title="weight sync", target="weights:sync", limit_s=120, needs_gb=20),
-    "G": Section(title="weights through a folder", target="weights:folder", limit_s=80, needs_gb=10),
-    "H": Section(title="mismatch of rollout and trainer", target="rollout:mismatch", limit_s=150, needs_gb=20),
-    "I": Section(title="a whole GRPO step", target="jobs:grpo_step", limit_s=150, needs_gb=24),
-    "J": Section(title="quickstart", target="jobs:quickstart", limit_s=180, needs_gb=8),
+    "A": Section(title="ceilings of the machine", target="scripts.gpu.sections.hardware:ceilings", limit_s=40, needs_gb=4),
+    "B": Section(title="correctness", target="scripts.gpu.sections.correctness:correctness", limit_s=120, needs_gb=16),
+    "C": Section(title="update", target="scripts.gpu.sections.training:update", limit_s=345, needs_gb=12),
+    "D": Section(title="log-prob pass and offloading", target="scripts.gpu.sections.training:passes", limit_s=75, needs_gb=24),
+    "E": Section(title="rollout", target="scripts.gpu.sections.rollout:throughput", limit_s=240, needs_gb=12),
+    "F": Section(title="weight sync", target="scripts.gpu.sections.weights:sync", limit_s=120, needs_gb=20),
+    "G": Section(title="weights through a folder", target="scripts.gpu.sections.weights:folder", limit_s=80, needs_gb=10),
+    "H": Section(title="mismatch", target="scripts.gpu.sections.rollout:mismatch", limit_s=150, needs_gb=20),
+    "I": Section(title="a whole GRPO step", target="scripts.gpu.sections.jobs:grpo_step", limit_s=150, needs_gb=24),
+    "J": Section(title="quickstart", target="scripts.gpu.sections.jobs:quickstart", limit_s=180, needs_gb=8),
 }
 """The sections in the order in which they run.  Their limits add up to MINUTES."""
 
@@ -161,7 +161,8 @@ def run_sections(
         limit_s = min(section.limit_s, deadline - time.monotonic())
         show(f"{letter}: {section.title} (at most {max(limit_s, 0):.0f} s)")
         if limit_s <= 0:
-            found = [Row(section=letter, what=section.title, status="skipped", note=f"the {options.minutes:g} minutes were over")]
+            note = f"the {options.minutes:g} minutes were over"
+            found = [Row(section=letter, what=section.title, status="skipped", note=note)]
         else:
             outcomes[letter] = run_section(letter, section, options, limit_s)
             found = rows_of(letter, section, options.out, outcomes[letter], limit_s)

@@ -142,23 +142,25 @@ def apart(function: Callable[..., Any], *arguments: object, limit_s: float) -> A
     process = context.Process(target=_answer, args=(sender, function, arguments))
     process.start()
     sender.close()
+    grace_s = 0.0
     try:
         if not receiver.poll(max(limit_s, 1.0)):
             raise PartError(f"{function.__name__} was ended after {limit_s:.0f} s")
+        grace_s = END_S
         worked, value = receiver.recv()
     except EOFError:
         process.join(END_S)
         raise PartError(f"the process of {function.__name__} ended without an answer, exit status {process.exitcode}") from None
     finally:
-        _end(process)
+        _end(process, grace_s)
     if not worked:
         raise PartError(value)
     return value
 
 
-def _end(process: multiprocessing.process.BaseProcess) -> None:
+def _end(process: multiprocessing.process.BaseProcess, grace_s: float) -> None:
     """Waits for the end of a process, and kills it with its children if it does not end."""
-    process.join(END_S)
+    process.join(grace_s)
     if process.is_alive() and process.pid is not None:
         for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
             one.kill()

@@ -1,6 +1,6 @@
 """Runs one section of scripts/gpu/acceptance.py in this process.
 
-python scripts/gpu/run_section.py A hardware:ceilings --out FOLDER [--device cpu] [--small] [--limit-s 60] [--needs-gb 4]
+python scripts/gpu/run_section.py A scripts.gpu.sections.hardware:ceilings --out FOLDER [--device cpu] [--small]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> int:
     """Runs the section and returns the exit status; an error ends the process with its traceback."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("letter")
-    parser.add_argument("target", help="module:function in scripts/gpu/sections")
+    parser.add_argument("target", help="module:function")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--small", action="store_true")
@@ -50,7 +50,7 @@ def main() -> int:
     context = Context(
         device=device, small=options.small, work=options.out / "work", rows=rows, deadline=time.monotonic() + options.limit_s
     )
-    section = getattr(importlib.import_module(f"scripts.gpu.sections.{module}"), name)
+    section = getattr(importlib.import_module(module), name)
     section(context)
     return 0
 
