@@ -7,6 +7,7 @@ all layers use it.  On CUDA with half precision the variable-length kernel needs
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,6 +24,8 @@ from rlhub.errors import EngineError
 PACKED_ATTENTION = "rlhub_packed"
 NEW_GROUP_RATIO = 0.75  # a row shorter than this share of its group's longest opens a new group ...
 MIN_GROUP_TOKENS = 1024  # ... once the group is worth a kernel call of its own
+GROUPED = "enable_gqa"
+"""The argument by which the variable-length kernel takes fewer key-value heads than queries; torch 2.11 takes them without it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -201,8 +204,10 @@ def _attend(tokens: list[Tensor], shapes: list[tuple[int, int]], scaling: float 
 def _variable_length(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None) -> Tensor:
     q, k, v = (tensor.contiguous() for tensor in (query, key, value))
     bounds, longest = plan.boundaries, plan.longest
-    grouped = q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    if q.shape[1] != k.shape[1] and GROUPED in inspect.signature(varlen_attn).parameters:
+        options[GROUPED] = True
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
     assert isinstance(out, Tensor)
     return out
 

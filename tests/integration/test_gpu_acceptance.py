@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts.gpu.measure import PartError, apart
+from scripts.gpu.sections.correctness import WITHIN, distance
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300.0
@@ -52,3 +54,11 @@ def test_a_part_in_a_process_of_its_own() -> None:
     with pytest.raises(PartError, match="sleep was ended after 1 s"):
         apart(time.sleep, 600, limit_s=1)
     assert time.monotonic() - started < 120
+
+
+def test_a_wrong_gradient_is_far_from_the_right_one() -> None:
+    exact = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
+    assert distance({name: gradient * 1.02 for name, gradient in exact.items()}, exact) == pytest.approx(0.02)
+    assert distance(exact | {"a": -exact["a"]}, exact) == pytest.approx(1.2) and distance(exact, exact) == 0.0 < WITHIN
+    with pytest.raises(ValueError, match="different weights: .'b'"):
+        distance({"a": exact["a"]}, exact)

@@ -82,3 +82,24 @@ def test_misuse_is_an_error_not_a_wrong_result() -> None:
     with pytest.raises(EngineError, match="window of 3"):
         packed_attention(module, *tensors, None, packing=plan_attention([4, 1], CPU), sliding_window=3)
     packed_attention(module, *tensors, None, packing=plan_attention([4, 1], CPU), sliding_window=4)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("new", [True, False])
+def test_the_variable_length_kernel_of_either_torch(monkeypatch: pytest.MonkeyPatch, new: bool, kv_heads: int) -> None:
+    """torch 2.11 has no argument for fewer key-value heads than queries, and needs none."""
+    calls = []
+
+    def kernel_of_2_13(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+        calls.append((k.shape[1], max_q, max_k, scale, window_size))
+        assert enable_gqa == (k.shape[1] < q.shape[1]) and bounds_q is bounds_k
+        return q
+
+    def kernel_of_2_11(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale, window_size):
+        calls.append((k.shape[1], max_q, max_k, scale, window_size))
+        return q
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel_of_2_13 if new else kernel_of_2_11)
+    query, key = torch.randn(6, 4, 8), torch.randn(6, kv_heads, 8)
+    assert attention._variable_length(query, key, key, plan_attention([4, 2], CPU), 0.3) is query
+    assert calls == [(kv_heads, 4, 4, 0.3, (-1, 0))]
