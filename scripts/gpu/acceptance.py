@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -146,9 +146,7 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
     raise Stopped
 
 
-def run_sections(
-    sections: Mapping[str, Section], options: argparse.Namespace, show: Callable[[str], None] = print
-) -> tuple[list[Row], dict[str, Outcome]]:
+def run_sections(sections: Mapping[str, Section], options: argparse.Namespace) -> tuple[list[Row], dict[str, Outcome]]:
     """Runs sections one after the other and writes the results after each, so that an early end loses none of them."""
     for name in ("rows", "logs"):
         shutil.rmtree(options.out / name, ignore_errors=True)
@@ -159,7 +157,7 @@ def run_sections(
     deadline = time.monotonic() + 60 * options.minutes
     for letter, section in sections.items():
         limit_s = min(section.limit_s, deadline - time.monotonic())
-        show(f"{letter}: {section.title} (at most {max(limit_s, 0):.0f} s)")
+        print(f"{letter}: {section.title} (at most {max(limit_s, 0):.0f} s)", flush=True)
         if limit_s <= 0:
             note = f"the {options.minutes:g} minutes were over"
             found = [Row(section=letter, what=section.title, status="skipped", note=note)]
@@ -167,9 +165,9 @@ def run_sections(
             outcomes[letter] = run_section(letter, section, options, limit_s)
             found = rows_of(letter, section, options.out, outcomes[letter], limit_s)
         rows += found
-        show(table(found))
+        print(table(found), flush=True)
         write_results(options, rows, outcomes)
-    show(summary(rows, outcomes, options.out))
+    print(summary(rows, outcomes, options.out), flush=True)
     return rows, outcomes
 
 
