@@ -203,8 +203,9 @@ def _attend(
         size = rows * longest
         q, k, v = (torch.unflatten(tensor[first : first + size], 0, (rows, longest)).transpose(1, 2) for tensor in tokens)
         mask = None if window is None else _band(longest, window, q.device)
-        options = {"attn_mask": mask, "is_causal": mask is None, "dropout_p": dropout}
-        out = scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **options)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout, enable_gqa=grouped
+        )
         outs.append(out.transpose(1, 2).flatten(0, 1))
         first += size
     return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -38,6 +38,7 @@ RUNNER = Path(__file__).with_name("run_section.py")
 GRACE_S = 10.0
 """Seconds between the request to end and the kill."""
 MINUTES = 25.0
+SMALL_LIMIT_S = 300.0
 WORK = "work"
 """The folder of models and runs inside the folder of results; it is removed at the end."""
 ENVIRONMENT = {
@@ -54,7 +55,7 @@ class Section:
     """A part of the program.
 
     target: "module:function"; the function gets a Context (scripts/gpu/measure.py).
-    limit_s: the time limit; on a CPU or at small sizes too.
+    limit_s: the time limit; at a small size SMALL_LIMIT_S, since a CPU may be slow and busy.
     needs_gb: GiB of GPU memory that must be free at full size.
     """
 
@@ -156,7 +157,7 @@ def run_sections(sections: Mapping[str, Section], options: argparse.Namespace) -
     outcomes: dict[str, Outcome] = {}
     deadline = time.monotonic() + 60 * options.minutes
     for letter, section in sections.items():
-        limit_s = min(section.limit_s, deadline - time.monotonic())
+        limit_s = min(SMALL_LIMIT_S if options.small else section.limit_s, deadline - time.monotonic())
         print(f"{letter}: {section.title} (at most {max(limit_s, 0):.0f} s)", flush=True)
         if limit_s <= 0:
             note = f"the {options.minutes:g} minutes were over"

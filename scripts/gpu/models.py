@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-from scripts.gpu.measure import Context
+from scripts.gpu.measure import Context, release
 from tests.support.model_shapes import SHAPES
 
 LOGIT_STD = 3.0
@@ -49,6 +49,7 @@ def model_folder(context: Context, name: str) -> Path:
     shutil.rmtree(unfinished, ignore_errors=True)
     sizes = {key: value for key, value in shape(name, small=context.small).items() if key != "model_type"}
     _write_model(Qwen2Config(**sizes, pad_token_id=0, eos_token_id=1, bos_token_id=None), unfinished, context.device)
+    release(context.device)  # the section's parts are processes of their own
     unfinished.rename(folder)
     return folder
 
