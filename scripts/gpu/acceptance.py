@@ -2,7 +2,7 @@
 
     python scripts/gpu/acceptance.py                              # all sections on one GPU
     python scripts/gpu/acceptance.py --sections A,C --out FOLDER
-    python scripts/gpu/acceptance.py --small                      # all sections at tiny sizes, about 5 minutes on CPU
+    python scripts/gpu/acceptance.py --small                      # all sections at tiny sizes, also on a CPU
 
 It computes on one GPU, the first that CUDA_VISIBLE_DEVICES allows, and needs no network: models have random weights in the
 shapes of public ones.  Each section is a process of its own with a time limit; what fails or takes too long is a row of the table
