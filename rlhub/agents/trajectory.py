@@ -8,7 +8,7 @@ Tokens of tools, environments and templates stand between them with response_mas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
@@ -155,9 +155,6 @@ class TrajectoryRef:
             metrics=trajectory.metrics,
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, tuple(getattr(self, one.name) for one in fields(self))  # the fields' names would double its size
-
     @property
     def first_version(self) -> int:
         """Returns the policy version of the first token that the policy wrote; staleness counts from it."""
@@ -194,10 +191,6 @@ class TrajectoryRef:
     def set_reward(self, reward: float) -> None:
         """Sets the reward of the whole episode."""
         self.rewards, self.late_reward = [reward], reward
-
-
-def _restored(*values: Any) -> TrajectoryRef:
-    return TrajectoryRef(**{one.name: value for one, value in zip(fields(TrajectoryRef), values, strict=True)})
 
 
 Sampled = Trajectory | TrajectoryRef
