@@ -55,7 +55,7 @@ print(digest.hexdigest()[:16], sys.argv[1], sys.argv[2], "%d.%d" % sys.version_i
 
 works() { [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -c '' 2>/dev/null; }
 
-# Before gigabytes are installed that the driver could not run.  GPUs that were not found but said may be elsewhere.
+# Before gigabytes are installed that the driver could not run, or that need a compiler.  GPUs that were said may be elsewhere.
 HERE=""
 if [ "$PLATFORM" = cuda ] && [ -z "${RLHUB_PLATFORM:-}" ]; then
   HERE=here

@@ -28,7 +28,7 @@ WEAK = 0.30
 CHECK_EVERY = 10  # updates of cloning
 ACTIONS = (
     "{chunk: 2, action_dim: 2, bins: 5, first_bin_id: 11, place_ids: [7, 8, 9, 10], image_token_id: 3, tokens_per_image: 4, "
-    "value_head: true}"
+    "value_head: true, value_scale: 5.0}"
 )
 """model.vla of the tiny model; `demonstrations.VLA` is the same."""
 

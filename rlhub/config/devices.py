@@ -1,6 +1,7 @@
 """Finds this machine's GPUs and their driver without loading torch.
 
-As a program, which scripts/setup_env.sh runs before it installs anything, it fails with the reason why the GPUs cannot be used.
+As a program, which scripts/setup_env.sh runs before it installs anything, it fails with the reason why the GPUs cannot be used,
+or why kernels could not be compiled for them.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ import functools
 import importlib.util
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 NVIDIA_SMI_DEADLINE_S = 15  # a driver in a bad state can hang the tool
@@ -108,5 +112,23 @@ def torch_has_cuda() -> bool:
     return bool(re.search(r"^cuda\b[^=]*= *['\"]", version.read_text(), re.MULTILINE)) if version.is_file() else False
 
 
+def compiler_problem() -> str | None:
+    """Returns what is missing to compile kernels at run time, as Triton does for vLLM and torch.compile, and the remedy; None if
+    nothing is.
+
+    Like Triton it takes the compiler from the variable CC, else gcc or clang, and the headers of the Python that runs it.
+    """
+    compilers = shlex.split(os.environ.get("CC", ""))[:1] or ["gcc", "clang"]
+    lacking = [] if any(map(shutil.which, compilers)) else [f"the C compiler {' or '.join(compilers)}"]
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        lacking.append("Python.h, the headers of this Python")
+    if not lacking:
+        return None
+    packages = f"build-essential and python3.{sys.version_info.minor}-dev"
+    return (
+        f"{' and '.join(lacking)} not found, and GPU kernels are compiled at run time; install them (Debian, Ubuntu: {packages})"
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(driver_problem())
+    sys.exit(driver_problem() or compiler_problem())

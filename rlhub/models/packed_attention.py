@@ -1,12 +1,13 @@
 """Causal attention over packed rows, registered with transformers as `rlhub_packed`.
 
 Rows of similar length are gathered into a few right-padded batches and go through the ordinary causal kernel: a real query
-never attends to the padding on its right, so the result is exact without any mask.  The plan is made once per micro-batch, and
-all layers use it.  On CUDA with half precision the variable-length kernel needs no padding at all.
+never attends to the padding on its right, so the result is exact without any mask but that of a sliding window.  The plan is made
+once per micro-batch, and all layers use it.  On CUDA with half precision the variable-length kernel needs no padding at all.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,6 +24,8 @@ from rlhub.errors import EngineError
 PACKED_ATTENTION = "rlhub_packed"
 NEW_GROUP_RATIO = 0.75  # a row shorter than this share of its group's longest opens a new group ...
 MIN_GROUP_TOKENS = 1024  # ... once the group is worth a kernel call of its own
+GROUPED = "enable_gqa"
+"""The argument by which the variable-length kernel takes fewer key-value heads than queries; torch 2.11 takes them without it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,59 +153,79 @@ def packed_attention(
     query: (1, heads, tokens, width).
     key, value: (1, kv heads, tokens, width).
     packing: the plan of the rows.
+    sliding_window: the number of tokens that a token attends to, itself included; None for all before it.
     """
     if packing is None or packing.num_tokens != query.shape[2]:
         raise EngineError(
             f"packed attention was given no plan for its {query.shape[2]} tokens: this model does not pass attention arguments "
             "through; set model.use_remove_padding=False"
         )
-    if sliding_window is not None and sliding_window < packing.longest:
-        raise EngineError(
-            f"packed attention is causal over the whole row, but a layer has a window of {sliding_window} tokens and a row has "
-            f"{packing.longest}; set model.use_remove_padding=False"
-        )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attend_packed(query, key, value, packing, scaling=scaling, dropout=dropout)[None], None
+    window = None if sliding_window is None or sliding_window >= packing.longest else sliding_window
+    return attend_packed(query, key, value, packing, scaling=scaling, dropout=dropout, window=window)[None], None
 
 
 def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, *, scaling: float | None = None, dropout: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    window: int | None = None,
 ) -> Tensor:
     """Computes causal attention of each row over itself; returns (tokens, heads, width).
 
     query: (tokens, heads, width).
     key, value: (tokens, kv heads, width).
     scaling: the factor of the scores; None is 1 / sqrt(width).
+    window: the number of tokens that a token attends to, itself included; None for all before it.
     """
     if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
-        return _variable_length(query, key, value, plan, scaling)
+        return _variable_length(query, key, value, plan, scaling, window)
     tokens = [query, key, value]
     if plan.gather is not None and plan.restore is not None:
         tokens = [_ToGroups.apply(tensor, plan.gather, plan.restore) for tensor in tokens]  # type: ignore[no-untyped-call]
-    out = _attend(tokens, plan.shapes, scaling, dropout)
+    out = _attend(tokens, plan.shapes, scaling, dropout, window)
     if plan.gather is not None:
         out = _FromGroups.apply(out, plan.gather, plan.restore, plan.padding)  # type: ignore[no-untyped-call]
     return out
 
 
-def _attend(tokens: list[Tensor], shapes: list[tuple[int, int]], scaling: float | None, dropout: float) -> Tensor:
-    """Computes each group by the causal kernel, with (M, heads, width) tensors in and out."""
+def _attend(
+    tokens: list[Tensor], shapes: list[tuple[int, int]], scaling: float | None, dropout: float, window: int | None
+) -> Tensor:
+    """Computes each group by the causal kernel, or with a window by a mask, with (M, heads, width) tensors in and out."""
     grouped = tokens[0].shape[1] != tokens[1].shape[1]
     outs, first = [], 0
     for rows, longest in shapes:
         size = rows * longest
         q, k, v = (torch.unflatten(tensor[first : first + size], 0, (rows, longest)).transpose(1, 2) for tensor in tokens)
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=grouped)
+        mask = None if window is None else _band(longest, window, q.device)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout, enable_gqa=grouped
+        )
         outs.append(out.transpose(1, 2).flatten(0, 1))
         first += size
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _variable_length(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None) -> Tensor:
+def _band(longest: int, window: int, device: torch.device) -> Tensor:
+    """Returns the mask (longest, longest) of a causal window: True where the row's token attends to the column's."""
+    return torch.ones(longest, longest, dtype=torch.bool, device=device).tril().triu(1 - window)
+
+
+def _variable_length(
+    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None, window: int | None = None
+) -> Tensor:
     q, k, v = (tensor.contiguous() for tensor in (query, key, value))
     bounds, longest = plan.boundaries, plan.longest
-    grouped = q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
+    before = -1 if window is None else window - 1  # the kernel counts the tokens before a token, -1 for all
+    options: dict[str, Any] = {"scale": scaling, "window_size": (before, 0)}
+    if GROUPED in inspect.signature(varlen_attn).parameters:
+        options[GROUPED] = q.shape[1] != k.shape[1]
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
     assert isinstance(out, Tensor)
     return out
 

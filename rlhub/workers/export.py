@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from rlhub.checkpoint.hf import Bucket, write_hf_weights
 from rlhub.checkpoint.shard_reader import ShardReader
@@ -147,6 +147,8 @@ class StoredModel:
     @property
     def kind(self) -> ModelKind:
         """A critic and a reward model are the same model in a file."""
+        if any("vision" in name for name in self.names):
+            return "vla"
         return "value" if f"{SCALAR_HEAD}.weight" in self.names else "policy"
 
     @property
@@ -221,6 +223,8 @@ def verify_export(
             num_weights=0,
             first_difference=f"{lost}: the checkpoint has it, the export does not",
         )
+    if kind == "vla":
+        return _verify_reading_pictures(model, reader, exact, rounded, rows)
     engine = _engine(model, kind, exact)
     engine.load_state(_reading(reader, None if has_adapters else rounded))
     passed = engine.infer(rows, outputs=OUTPUTS[kind])
@@ -234,6 +238,32 @@ def verify_export(
         difference=difference,
         allowed=allowed * max(1.0, *(float(plain[name].abs().max()) for name in OUTPUTS[kind])),
         num_weights=num_weights,
+        first_difference=first,
+    )
+
+
+@torch.no_grad()
+def _verify_reading_pictures(
+    model: ModelConfig, reader: ShardReader, exact: torch.dtype, rounded: torch.dtype, rows: Rows
+) -> Verification:
+    """Compares transformers' own model of the folder with one of the checkpoint's weights, which have the same architecture: text
+    alone goes through both, and each weight is compared, those for pictures too."""
+    plain = AutoModelForImageTextToText.from_pretrained(model.path, dtype=exact, trust_remote_code=model.trust_remote_code).eval()
+    stored = AutoModelForImageTextToText.from_config(plain.config, dtype=exact, trust_remote_code=model.trust_remote_code).eval()
+    weights = {name.removeprefix(WEIGHTS): reader.whole(name).to(rounded) for name in reader.names() if name.startswith(WEIGHTS)}
+    stored.load_state_dict({name: weights.get(name, weight) for name, weight in stored.state_dict().items()})
+    stored.tie_weights()
+    expected, found = (built(input_ids=rows["input_ids"]).logits.log_softmax(-1).double() for built in (stored, plain))
+    exported = dict(_exported(Path(str(model.path))))
+    first = next(
+        (f"{name}: {text}" for name in weights if (text := _difference(exported[name](), weights[name])) is not None), None
+    )
+    return Verification(
+        compared="log_probs of text",
+        num_tokens=int(rows["response_mask"].sum()),
+        difference=float((found - expected).abs().max()),
+        allowed=ALLOWED * max(1.0, float(expected.abs().max())),
+        num_weights=len(weights),
         first_difference=first,
     )
 

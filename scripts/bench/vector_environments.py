@@ -5,7 +5,8 @@
 CPU: 16 environments with two cameras of 224 x 224 pixels in 4 processes, whose simulators do nothing but fill their pictures; the
 CPU seconds of this process and of its children, less those of the same simulators in one process, per environment and chunk. The
 control sends the same observations as JSON lines, as environments for episodes do.  Waiting: 64 environments whose step sleeps
-for 10 ms, in 1 and in 8 processes.  Rendering: observations per environment for a chunk of 8 actions.
+for 10 ms, in 1 and in 8 processes.  Rendering: observations per environment for a chunk of 8 actions.  Stages: episodes of 8
+actions, each of which waits for 5 ms, chosen two at a time by a tiny vision-language policy, in 1 and in 2 stages.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -31,6 +34,7 @@ from rlhub.utils.children.wire import decode, encode
 HERE = os.path.abspath(__file__)
 NUM_ENVS, PROCESSES, SIZE, CHUNK = 16, 4, 224, 8
 SLEEPERS, SLEEP_S, MANY = 64, 0.01, 8
+WAITING, WAITERS, WAIT_S, ACTIONS, WAVES = 64, 32, 0.005, 8, 2
 
 
 class Filled:
@@ -63,6 +67,18 @@ class Filled:
 
     def close(self) -> None:
         """Holds nothing."""
+
+
+class Waiting(Filled):
+    """A simulator with one camera, whose episodes have a few actions that wait."""
+
+    def __init__(self) -> None:
+        super().__init__(sleep_s=WAIT_S)
+        size, bounds = 32, {"low": (-1.0,) * 2, "high": (1.0,) * 2, "action_dim": 2}
+        self.spec = VectorSpec(cameras=("top",), height=size, width=size, chunk=2, max_steps=ACTIONS, language=True, **bounds)
+
+    def reset(self, seed: int, initial: int | None) -> str:
+        return "reach red"
 
 
 def cpu_s(env: VectorEnv | None = None) -> float:
@@ -106,6 +122,36 @@ def sleepers_s(env: EnvManager) -> float:
     return time.perf_counter() - began
 
 
+def stages_s(rounds: int) -> dict[int, float]:
+    """Returns the median seconds of WAITING x WAVES episodes with 1 and with 2 stages, measured in turns."""
+    # Here, because the environments' processes import this file and shall not load torch.
+    from rlhub.config.sections.env import EnvConfig
+    from rlhub.config.sections.vla import vla_of
+    from rlhub.engines.rollout.base import SamplingParams
+    from rlhub.engines.rollout.embodied import EpisodeRunner, EpisodeStart
+    from rlhub.models.tokenizer import load_tokenizer
+    from tests.support import vla
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = vla.model_config(vla.write_policy(Path(folder)))
+        settings, tokenizer, engine = vla_of(model), load_tokenizer(folder), vla.rollout_engine(model)
+        assert settings is not None
+        options = {"name": f"{HERE}:Waiting", "num_envs": WAITING, "manager": {"processes": WAITERS}}
+        runners = {stages: EpisodeRunner(engine, EnvConfig(**options, stages=stages), settings, tokenizer) for stages in (1, 2)}
+        starts = [
+            EpisodeStart(scene=number, sample=0, seed=number, initial=-1, policy_seed=number) for number in range(WAITING * WAVES)
+        ]
+        seconds: dict[int, list[float]] = {1: [], 2: []}
+        for _ in range(rounds + 1):  # the first one starts the processes
+            for stages, runner in runners.items():
+                began = time.perf_counter()
+                runner.run(starts, SamplingParams(max_new_tokens=vla.TOKENS))
+                seconds[stages].append(time.perf_counter() - began)
+        for runner in runners.values():
+            runner.close()
+    return {stages: statistics.median(found[1:]) for stages, found in seconds.items()}
+
+
 def median(measure: Callable[[], float], rounds: int) -> float:
     return statistics.median(measure() for _ in range(rounds))
 
@@ -143,6 +189,10 @@ def main() -> None:
         f"{slow * 1e3:.0f} ms, 1",
         f"{slow / fast:.1f}",
     )
+    stages = stages_s(given.rounds)
+    name = f"{WAITING * WAVES} episodes of {ACTIONS} steps of {WAIT_S * 1e3:g} ms, {WAITERS} processes, a policy"
+    both, one = (f"{stages[number] * 1e3:.0f} ms, {number} stage{'s' * (number > 1)}" for number in (2, 1))
+    table.add_row(name, both, one, f"{stages[2] / stages[1]:.2f}")
     Console(width=130).print(table)
 
 

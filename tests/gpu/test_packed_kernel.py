@@ -56,3 +56,15 @@ def test_garbage_in_other_rows_changes_nothing(kv_heads: int) -> None:
     assert not torch.equal(before[:, :first], after[:, :first])
     joined = attend(changed, [sum(LENGTHS)])  # the control: one long row lets it through
     assert (joined[:, first:end] - attend(tensors, [sum(LENGTHS)])[:, first:end]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("window", [1, 16, 500])
+def test_a_sliding_window_is_that_of_float32(window: int) -> None:
+    half = [tensor.detach() for tensor in inputs(2, torch.bfloat16)]
+    plan = plan_attention(LENGTHS, torch.device("cuda"))
+    options = {"scaling": WIDTH**-0.5, "packing": plan, "sliding_window": window}
+    found = packed_attention(torch.nn.Module(), *half, None, **options)[0]
+    whole = [tensor.float() for tensor in half]  # float32 takes the grouped kernel and a mask
+    torch.testing.assert_close(
+        found.float(), packed_attention(torch.nn.Module(), *whole, None, **options)[0], rtol=2e-2, atol=2e-2
+    )

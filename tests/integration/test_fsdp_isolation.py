@@ -192,27 +192,32 @@ def varlen_reference(
     assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     assert torch.equal(q_bounds, k_bounds) and q_bounds.dtype == torch.int32
     assert longest_q == longest_k == int(q_bounds.diff().max())
-    assert window_size == (-1, 0)  # any earlier token, none later: causal
+    assert window_size in ((-1, 0), (3, 0))  # any earlier token, or the three before; none later: causal
     share = q.shape[1] // k.shape[1]
     assert enable_gqa or share == 1
     out = torch.empty_like(q)
     for first, end in zip(q_bounds[:-1].tolist(), q_bounds[1:].tolist(), strict=True):
         for token in range(first, end):
+            oldest = first if window_size[0] == -1 else max(first, token - window_size[0])
             for head in range(q.shape[1]):
-                weights = (k[first : token + 1, head // share] @ q[token, head] * scale).softmax(0)
-                out[token, head] = weights @ v[first : token + 1, head // share]
+                weights = (k[oldest : token + 1, head // share] @ q[token, head] * scale).softmax(0)
+                out[token, head] = weights @ v[oldest : token + 1, head // share]
     return out
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_the_variable_length_kernel_is_called_with_the_rows_bounds(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_variable_length_kernel_is_called_with_the_rows_bounds(
+    kv_heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its arguments, on CPU; the kernel itself needs a GPU."""
     monkeypatch.setattr(attention, "varlen_attn", varlen_reference)
     lengths = [4, 1, 6, 2]
     torch.manual_seed(0)
     tensors = [torch.randn(1, heads, sum(lengths), 3, dtype=torch.float64) for heads in (4, kv_heads, kv_heads)]
     plan = attention.plan_attention(lengths, CPU)
-    expected, _ = attention.packed_attention(torch.nn.Module(), *tensors, None, scaling=0.4, packing=plan)
+    options = {"scaling": 0.4, "packing": plan, "sliding_window": window}
+    expected, _ = attention.packed_attention(torch.nn.Module(), *tensors, None, **options)
     tokens = [tensor[0].transpose(0, 1) for tensor in tensors]
-    found = attention._variable_length(*tokens, plan, 0.4)
+    found = attention._variable_length(*tokens, plan, 0.4, window)
     torch.testing.assert_close(found[None], expected)

@@ -21,7 +21,7 @@ from rlhub.models.vla.policy import hidden_states, place_tokens
 from rlhub.sharding_manager.manager import ShardingManager
 from rlhub.workers.base import load_engine, save_engine
 from tests.integration.fsdp_ranks import Ranks
-from tests.integration.vla_checks import updated
+from tests.integration.vla_checks import limited, updated
 from tests.support import vla
 from tests.support.vla import BINS, DECODINGS, FIRST_BIN, TOKENS
 
@@ -75,6 +75,8 @@ def test_rollout_and_trainer_agree_at_each_step(folder: Path, decoding: str) -> 
         found = trainer.infer(rows, outputs=("log_probs", "entropy", "values"))
         sampled = torch.tensor([answer.log_probs for answer in answers]) * rows["response_mask"]
         assert (found["log_probs"] - sampled).abs().max() < 1e-5
+        own = [answer.value for answer in answers]
+        assert own == pytest.approx(found["values"][:, 0].tolist(), abs=1e-5)
         assert 0 < float(found["entropy"].max()) <= torch.tensor(BINS).log() + 1e-5
         assert all(FIRST_BIN <= token < FIRST_BIN + BINS for answer in answers for token in answer.token_ids)
         assert {version for answer in answers for version in answer.versions} == {version}
@@ -129,6 +131,16 @@ def test_gradients_do_not_depend_on_cuts_or_ranks(folder: Path, decoding: str, t
         for found, same in two_ranks.call(updated, str(folder), rows, decoding, micro, uneven):
             close(found, whole)
             assert same["actor/loss"] == pytest.approx(metrics["actor/loss"], abs=1e-5)
+
+
+def test_all_ranks_end_a_batch_with_the_same_step(folder: Path, two_ranks: Ranks) -> None:
+    """Also the one that has no rows, and so sees no distance of its own."""
+    rows = batch(folder, "causal")
+    rows["old_log_probs"] = rows["old_log_probs"] + 0.3
+    for target, steps in ((0.1, 1), (10.0, 3)):
+        taken = two_ranks.call(limited, str(folder), rows, target)
+        assert [metrics["actor/optimizer_steps"] for metrics in taken] == [steps, steps]
+        assert all(0.1 < metrics["actor/ppo_kl"] < 10 for metrics in taken)
 
 
 @pytest.mark.parametrize("level", ["token", "action", "chunk"])

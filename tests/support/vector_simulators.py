@@ -212,3 +212,46 @@ class Reuses(Batched):
             images[:] = obs.images
             obs.images = images
         return obs
+
+
+class Countdown:
+    """Terminates after seed % 7 + 1 actions, or initial + 1 from a fixed initial state, and is truncated after four.
+
+    The reward of an action is its number.  The picture's first pixel is the seed, the second one the number of executed actions.
+    """
+
+    def __init__(self, *, sleep_s: float = 0.0) -> None:
+        self.spec = VectorSpec(
+            cameras=("top",),
+            height=2,
+            width=1,
+            action_dim=2,
+            low=(-1.0, -1.0),
+            high=(1.0, 1.0),
+            chunk=2,
+            max_steps=4,
+            language=True,
+            initial_states=7,
+        )
+        self._sleep_s, self._seed, self._left, self._done = sleep_s, 0, 0, 0
+
+    def reset(self, seed: int, initial: int | None) -> str:
+        self._seed, self._left, self._done = seed, (seed % 7 if initial is None else initial) + 1, 0
+        return ("red", "blue")[seed % 2]
+
+    def step(self, action: np.ndarray) -> StepOutcome:
+        time.sleep(self._sleep_s)
+        self._done += 1
+        return StepOutcome(reward=self._done, terminated=self._done == self._left, success=self._done == self._left)
+
+    def observe(self, images: np.ndarray, state: np.ndarray) -> None:
+        images[0, 0], images[0, 1] = self._seed % 256, self._done
+
+    def get_state(self) -> bytes:
+        raise AssertionError("its spec says that it has none")
+
+    def load_state(self, state: bytes) -> None:
+        raise AssertionError("its spec says that it has none")
+
+    def close(self) -> None:
+        """Holds nothing."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhub.agents.partials import join
 from rlhub.agents.remote.environment_requests import DriverEnvironmentSource, EnvironmentRequest
-from rlhub.agents.remote.episode_messages import Orders, PlaceRequest, ReportBox, Reports, Start, pack_ref
+from rlhub.agents.remote.episode_messages import Orders, PlaceRequest, ReportBox, Start, pack_ref
 from rlhub.agents.remote.trajectory_store import TrajectoryStore
 from rlhub.agents.trajectory import Trajectory, TrajectoryRef
 from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
@@ -161,9 +161,10 @@ class EpisodeActor:
             connection, deadline_s = self._replicas[replica]
             episode.generate_at(request, connection, request_id, deadline_s)
 
-    async def reports(self, have: int) -> Reports:
-        """Returns what there is to tell since the reports of number `have`; waits for the first."""
-        return await self._reports.take(have)
+    async def reports(self, have: int) -> tuple[Any, ...]:
+        """Returns what there is to tell since the reports of number `have`; waits for the first.  They are a tuple, for the name
+        of Reports is longer than one of them."""
+        return tuple(await self._reports.take(have))
 
     async def next_message(self, run: int) -> Message:
         """Returns the next message of the episode, in order.  Raises the episode's error; the run ends with it."""

@@ -213,11 +213,11 @@ class EpisodeLink:
         try:
             while self._runs:
                 with suppress(DeadlineError):
-                    reports: Reports = await self.actor.call("reports", self._num_reports, deadline_s=REPORTS_S)
+                    reports = Reports(*await self.actor.call("reports", self._num_reports, deadline_s=REPORTS_S))
                     self._num_reports = reports.number
                     self._give(reports)
-        except RlhubError as error:
-            end = error
+        except Exception as error:  # noqa: BLE001  the task's boundary: every run gets the error
+            end = error if isinstance(error, RlhubError) else WorkflowError(f"no reports from {self.home}: {error!r}")
         finally:
             self._receiving = False
             self._fail(set(self._runs), end)

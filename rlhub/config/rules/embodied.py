@@ -85,16 +85,20 @@ def _apart(config: PPOConfig) -> Iterator[str]:
 def requirement_problems(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
     """Returns the problems with what the advantage estimator needs.  requires: of its registry row."""
     name, vla, env = config.algorithm.adv_estimator, config.actor_rollout_ref.model.vla, config.env.name
+    actor = config.actor_rollout_ref.actor
     if env is None and "episodes" in requires:
         return [f"algorithm.adv_estimator={name} needs the episodes of simulators: set env.name"]
     if env is not None and "episodes" not in requires:
         known = "set chunk_gae or chunk_grpo"
         return [f"algorithm.adv_estimator={name}: a row of env.name={env} is one call of an episode, not a response; {known}"]
     found = []
+    if actor.value_loss_coef and (env is None or "values" not in requires):
+        weight = f"actor_rollout_ref.actor.value_loss_coef={actor.value_loss_coef}"
+        found.append(f"{weight} trains the policy's own values, which only chunk_gae with env.name reads; set it to 0")
     if env is not None and "values" in requires:
         if not vla.get("value_head"):
             found.append(f"algorithm.adv_estimator={name} needs values: set actor_rollout_ref.model.vla.value_head=true")
-        if not config.actor_rollout_ref.actor.value_loss_coef:
+        if not actor.value_loss_coef:
             found.append(f"algorithm.adv_estimator={name} needs values: set actor_rollout_ref.actor.value_loss_coef above 0")
         if config.algorithm.rollout_correction.bypass_mode:
             found.append(f"algorithm.adv_estimator={name} needs algorithm.rollout_correction.bypass_mode=false")

@@ -1,4 +1,5 @@
-"""The NVIDIA driver is asked whether our builds can run on it: real programs and libraries stand in for its own."""
+"""The NVIDIA driver is asked whether our builds can run on it: real programs and libraries stand in for its own.  A compiler is
+looked for as Triton does."""
 
 from __future__ import annotations
 
@@ -106,3 +107,44 @@ def test_a_driver_that_hangs(driver: GiveDriver, monkeypatch: pytest.MonkeyPatch
 def test_memory_of_the_largest_gpu(driver: GiveDriver, answer: str | None, size: float | None) -> None:
     driver(smi=answer)
     assert devices.gpu_memory_gb() == size
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the whole search path, and whose folder `include` has Python's headers."""
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "Python.h").write_text("")
+    for name in ("gcc", "icc"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / name))
+    return tmp_path
+
+
+@pytest.mark.parametrize("compiler", [None, "icc", "icc -O2"])
+def test_a_compiler_and_headers_are_no_problem(tools: Path, monkeypatch: pytest.MonkeyPatch, compiler: str | None) -> None:
+    if compiler:
+        monkeypatch.setenv("CC", compiler)
+    assert devices.compiler_problem() is None
+
+
+@pytest.mark.parametrize(
+    ("missing", "compiler", "said"),
+    [
+        (["gcc"], None, "the C compiler gcc or clang not found"),
+        (["include/Python.h"], None, "Python.h, the headers of this Python not found"),
+        (["gcc", "include/Python.h"], None, "the C compiler gcc or clang and Python.h"),
+        ([], "xlc -q", "the C compiler xlc not found"),
+    ],
+)
+def test_what_is_missing_to_compile_kernels(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, missing: list[str], compiler: str | None, said: str
+) -> None:
+    for name in missing:
+        (tools / name).unlink()
+    if compiler:
+        monkeypatch.setenv("CC", compiler)
+    problem = devices.compiler_problem()
+    assert problem is not None and problem.startswith(said) and "build-essential and python3." in problem

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhub.errors import EngineError
 from rlhub.models import packed_attention as attention
@@ -12,16 +13,17 @@ from rlhub.models.packed_attention import group_lengths, packed_attention, plan_
 CPU = torch.device("cpu")
 
 
-def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """(1, heads, tokens, width) -> (1, tokens, heads, width), one token at a time."""
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], window: int | None) -> torch.Tensor:
+    """(1, heads, tokens, width) -> (1, tokens, heads, width), one token at a time, over the last `window` tokens."""
     repeat = query.shape[1] // key.shape[1]
     out = torch.zeros_like(query)
     first = 0
     for length in lengths:
         for offset in range(length):
             now = first + offset
+            oldest = first if window is None else max(first, now + 1 - window)
             for head in range(query.shape[1]):
-                keys, values = key[0, head // repeat, first : now + 1], value[0, head // repeat, first : now + 1]
+                keys, values = key[0, head // repeat, oldest : now + 1], value[0, head // repeat, oldest : now + 1]
                 weights = (keys @ query[0, head, now] * 0.3).softmax(0)
                 out[0, head, now] = weights @ values
         first += length
@@ -30,19 +32,21 @@ def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: 
 
 @pytest.mark.parametrize("lengths", [[1], [4, 4, 4], [9, 2, 5, 1, 8, 2], [3, 12]])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_equals_dense_attention(monkeypatch: pytest.MonkeyPatch, lengths: list[int], kv_heads: int) -> None:
+@pytest.mark.parametrize("window", [None, 1, 4, 9])
+def test_equals_dense_attention(monkeypatch: pytest.MonkeyPatch, lengths: list[int], kv_heads: int, window: int | None) -> None:
     monkeypatch.setattr(attention, "MIN_GROUP_TOKENS", 6)  # so that the short rows make several groups
     torch.manual_seed(0)
     make = lambda heads: torch.randn(1, heads, sum(lengths), 3, dtype=torch.float64, requires_grad=True)  # noqa: E731
     tensors = make(4), make(kv_heads), make(kv_heads)
     factor = torch.randn(1, sum(lengths), 4, 3, dtype=torch.float64)
     plan = plan_attention(lengths, CPU)
-    got, _ = packed_attention(torch.nn.Module(), *tensors, None, scaling=0.3, packing=plan)
-    expected = dense(*(tensor.detach() for tensor in tensors), lengths)
+    got, _ = packed_attention(torch.nn.Module(), *tensors, None, scaling=0.3, packing=plan, sliding_window=window)
+    expected = dense(*(tensor.detach() for tensor in tensors), lengths, window)
     torch.testing.assert_close(got, expected)
     # the gradient against autograd through a masked softmax
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    allowed = (row[:, None] == row[None]) & torch.ones(len(row), len(row), dtype=torch.bool).tril()
+    ago = torch.arange(len(row))[:, None] - torch.arange(len(row))
+    allowed = (row[:, None] == row[None]) & (ago >= 0) & (ago < (window or len(row)))
     key, value = (tensor.repeat_interleave(4 // kv_heads, 1) for tensor in tensors[1:])
     scores = (tensors[0] @ key.transpose(2, 3) * 0.3).masked_fill(~allowed, float("-inf"))
     masked = (scores.softmax(-1) @ value).transpose(1, 2)
@@ -79,6 +83,54 @@ def test_misuse_is_an_error_not_a_wrong_result() -> None:
         packed_attention(module, *tensors, None)
     with pytest.raises(EngineError, match="use_remove_padding"):
         packed_attention(module, *tensors, None, packing=plan_attention([4], CPU))
-    with pytest.raises(EngineError, match="window of 3"):
-        packed_attention(module, *tensors, None, packing=plan_attention([4, 1], CPU), sliding_window=3)
-    packed_attention(module, *tensors, None, packing=plan_attention([4, 1], CPU), sliding_window=4)
+
+
+def test_a_model_with_a_sliding_window_computes_packed_rows_as_rows_alone() -> None:
+    """transformers itself masks the rows alone."""
+    options = {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]}
+    config = Qwen2Config(
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **options,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).double().eval()
+    lengths = [7, 2, 5]
+    ids = torch.randint(31, (1, sum(lengths)))
+    model.set_attn_implementation("sdpa")
+    alone = torch.cat([model(row, use_cache=False).logits for row in ids.split(lengths, 1)], 1)
+    model.set_attn_implementation(attention.PACKED_ATTENTION)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = model(ids, position_ids=positions, packing=plan_attention(lengths, CPU), use_cache=False).logits
+    torch.testing.assert_close(packed, alone)
+    model.config.sliding_window = None  # the control: without the window the logits are others
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    control = model(ids, position_ids=positions, packing=plan_attention(lengths, CPU), use_cache=False).logits
+    assert (control - alone).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("new", [True, False])
+def test_the_variable_length_kernel_of_either_torch(monkeypatch: pytest.MonkeyPatch, new: bool, kv_heads: int) -> None:
+    """torch 2.11 has no argument for fewer key-value heads than queries, and needs none."""
+    calls = []
+
+    def kernel_of_2_13(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+        calls.append((k.shape[1], max_q, max_k, scale, window_size))
+        assert enable_gqa == (k.shape[1] < q.shape[1]) and bounds_q is bounds_k
+        return q
+
+    def kernel_of_2_11(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale, window_size):
+        calls.append((k.shape[1], max_q, max_k, scale, window_size))
+        return q
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel_of_2_13 if new else kernel_of_2_11)
+    query, key = torch.randn(6, 4, 8), torch.randn(6, kv_heads, 8)
+    for window in (None, 3):
+        assert attention._variable_length(query, key, key, plan_attention([4, 2], CPU), 0.3, window) is query
+    assert calls == [(kv_heads, 4, 4, 0.3, (-1, 0)), (kv_heads, 4, 4, 0.3, (2, 0))]

@@ -12,6 +12,7 @@ import pytest
 
 from rlhub.agents.partials import TrackedEngine
 from rlhub.agents.remote.episode_actor import EpisodeActor, EpisodeActorSettings, WorkflowKey
+from rlhub.agents.remote.episode_messages import Reports
 from rlhub.agents.remote.workflow import EpisodeActorOptions, EpisodeActors, RemoteWorkflow, episode_actor_starter
 from rlhub.agents.trajectory import Sampled
 from rlhub.agents.workflows.base import EpisodeData
@@ -141,8 +142,8 @@ def test_reports_whose_answer_is_lost_come_again(play: Callable[..., None], monk
 
         async def losing(method: str, *args: Any, **kw: Any) -> Any:
             found = await call(method, *args, **kw)
-            if method == "reports" and found.number not in lost:
-                lost.append(found.number)
+            if method == "reports" and (number := Reports(*found).number) not in lost:
+                lost.append(number)
                 raise DeadlineError("episodes-0.reports", 60.0)
             return found
 

@@ -73,8 +73,13 @@ def named_shared_memory(name: str) -> Iterator[None]:
 
 
 def spare_process_group(llm: LLM) -> None:
-    """Keeps garbage collection from shutting the engine down, which would destroy torch's default process group."""
-    llm.llm_engine.engine_core._finalizer.detach()
+    """Keeps garbage collection from shutting the engine down, which would destroy torch's default process group.
+
+    The engine core of vLLM 0.26 has no such finalizer.
+    """
+    finalizer = vars(llm.llm_engine.engine_core).get("_finalizer")
+    if finalizer is not None:
+        finalizer.detach()
 
 
 def shut_down(llm: LLM, *, keep_process_group: bool) -> None:

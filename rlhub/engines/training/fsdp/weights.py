@@ -29,6 +29,8 @@ from rlhub.models.hf import transformer_layers
 from rlhub.models.lora import named_parameters
 from rlhub.protocol.weights.pieces import Piece, whole
 
+ALL_GATHER = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+"""Gathers one tensor of each rank into one; torch 2.11 knows it by its former name."""
 WHOLE_MODEL_BYTES = 64 << 20
 """Models up to this size are gathered at once, because many small collectives cost more than they save."""
 
@@ -101,7 +103,7 @@ class FSDPWeightStream:
             own[first : first + part.local.numel()] = part.local.flatten()
             first += part.chunk * _row_size(part)
         if out.device.type != "cpu":
-            dist.all_gather_single(out.view(-1), own, group=group)
+            ALL_GATHER(out.view(-1), own, group=group)
             return
         works = [dist.broadcast(row, group=group, group_src=rank, async_op=True) for rank, row in enumerate(out)]
         for work in works:

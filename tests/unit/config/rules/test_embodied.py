@@ -1,99 +1,97 @@
-"""Simulators: where they live and how far they run ahead, with the arithmetic and the remedy where that does not fit."""
+"""Rules of training in simulators (section `env`)."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from rlhub.config.rules import asynchronous, checks, effects
-from rlhub.config.rules.placement import cpus_on_machine, on_machine, pools_of, pools_of_ranks
+from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
+from rlhub.config.rules import checks
 from rlhub.config.sections.ppo import PPOConfig
-from tests.support.vla import settings
 from tests.unit.config.rules.test_derive import good
 
-EMBODIED = {
+MODEL, ROLLOUT, ACTOR = "actor_rollout_ref__model__", "actor_rollout_ref__rollout__", "actor_rollout_ref__actor__"
+VLA = {"chunk": 2, "action_dim": 2, "bins": 5, "first_bin_id": 11, "image_token_id": 3, "tokens_per_image": 4, "place_ids": [10]}
+SOUND = {
     "env__name": "reach_color",
     "data__train_files": None,
     "data__val_files": None,
-    "data__train_batch_size": 8,
-    "actor_rollout_ref__actor__ppo_mini_batch_size": 8,
-    "actor_rollout_ref__rollout__name": "hf",
-    "actor_rollout_ref__model__vla": settings(),
-    "trainer__n_gpus_per_node": 2,
+    "trainer__test_freq": -1,
+    f"{MODEL}vla": {**VLA, "value_head": True},
+    f"{ROLLOUT}name": "hf",
+    f"{ACTOR}value_loss_coef": 0.5,
+    f"{ACTOR}ppo_mini_batch_size": 2,
+    "algorithm__adv_estimator": "chunk_gae",
 }
-AHEAD = {"actor_rollout_ref__rollout__mode": "async", "trainer__max_staleness": 1}
-CORRECTED = {"algorithm__rollout_correction__rollout_is": "token"}
-GENERATION = {"trainer__pools": {"gen": {}}, "trainer__placement": {"rollout": "gen"}}
+TEXT = {"env__name": None, "data__train_files": "train.parquet"}
 
 
-def embodied(**values: Any) -> PPOConfig:
-    return good(**(EMBODIED | values))
+def embodied(**values: object) -> PPOConfig:
+    return good(**(SOUND | values))
 
 
-def apart(processes: int, reserves: dict[str, float] | None = None, **values: Any) -> PPOConfig:
-    pools, placement = {"sim": {"n_gpus_per_node": processes, **(reserves or {})}}, {"environments": "sim"}
-    return embodied(**({"trainer__pools": pools, "trainer__placement": placement} | values))
+def requirement_problems(config: PPOConfig) -> list[str]:
+    return checks.check_requirements(config, ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires)
 
 
-@pytest.mark.parametrize("config", [embodied(), apart(2), apart(4, env__stages=2), apart(8, env__num_envs=4)])
-def test_simulators_in_the_ranks_and_apart_pass(config: PPOConfig) -> None:
-    assert checks.check(config) == []
+def test_a_sound_configuration_starts() -> None:
+    config = embodied(data__train_batch_size=8, trainer__n_gpus_per_node=2)
+    assert checks.check(config) == [] == requirement_problems(config)
+    assert checks.check_required(config, ("data.train_files",)) == []
 
 
 @pytest.mark.parametrize(
-    ("config", "parts"),
+    ("values", "num_envs"),
     [
-        (apart(3), ["trainer.pools.sim: its 3 processes must be shared by 2 rollout ranks x env.stages=1: 3 = 2 x 1 + 1"]),
-        (apart(2, env__stages=2), ["2 rollout ranks x env.stages=2: 2 = 4 x 0 + 2; set nnodes x n_gpus_per_node to a multiple"]),
-        (
-            apart(8, env__num_envs=3),
-            ["a stage has 4 processes, but env.num_envs=3 / env.stages=1 = 3 environments", "to at least 4"],
-        ),
-        (
-            apart(2, {"process_gpus": 1.5}),
-            ["trainer.pools.sim.process_gpus=1.5: Ray gives parts of one GPU or whole ones; set 1 or 2"],
-        ),
-        (apart(2, trainer__controller="multi"), ["environments=sim with trainer.controller=multi"]),
-        (
-            apart(2, trainer__placement={"environments": "sim", "rollout": "sim"}),
-            ["trainer.placement.rollout=sim too: simulators have a pool of their own"],
-        ),
-        (good(trainer__pools={"sim": {}}, trainer__placement={"environments": "sim"}), ["no simulators without env.name"]),
+        ({"data__train_batch_size": 8, f"{ROLLOUT}n": 3}, 24),
+        ({"data__train_batch_size": 8, f"{ROLLOUT}n": 3, "trainer__n_gpus_per_node": 2}, 12),
+        ({"data__train_batch_size": 4, "env__stages": 6}, 6),
+        ({"data__train_batch_size": 4, "env__num_envs": 2}, 2),
     ],
 )
-def test_what_does_not_fit_is_named(config: PPOConfig, parts: list[str]) -> None:
-    text = "\n".join(checks.check(config))
-    assert all(part in text for part in parts), text
+def test_a_rank_has_an_environment_for_each_of_its_episodes(values: dict[str, object], num_envs: int) -> None:
+    assert embodied(**values).env.num_envs == num_envs
+    assert good().env.num_envs is None
 
 
-def test_simulators_have_no_ranks_and_reserve_what_they_say() -> None:
-    config = apart(4, {"process_gpus": 0.5, "process_cpus": 3.0})
-    assert list(pools_of(config.trainer)) == ["main", "sim"] and list(pools_of_ranks(config.trainer)) == ["main"]
-    assert on_machine(config.trainer, 4) == [] and on_machine(apart(4).trainer, 2) == []
-    assert "2 (main) + 2 (sim) = 4 GPUs, this machine has 3" in on_machine(config.trainer, 3)[0]
-    assert cpus_on_machine(config.trainer, 14) == []
-    (problem,) = cpus_on_machine(config.trainer, 13)
-    assert "4 processes x 3 + 2 ranks = 14 CPUs, and the cluster that is started here has 13" in problem
-    config.trainer.ray_init = {"num_cpus": 14}
-    assert cpus_on_machine(config.trainer, 13) == []
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({f"{MODEL}vla": {}}, ("needs a policy of actions", "set actor_rollout_ref.model.vla")),
+        ({"data__train_files": "x.parquet"}, ("reads no prompts", "leave data.train_files", "env.name=null")),
+        ({"data__val_files": "x.parquet"}, ("reads no prompts",)),
+        ({"custom_reward_function__path": "mine.py"}, ("gives the rewards itself", "custom_reward_function")),
+        ({"reward_model__judge__model__path": "judge"}, ("gives the rewards itself", "no judge")),
+        ({"trainer__record_batches": True}, ("records no batches", "trainer.record_batches=false")),
+        ({"trainer__replay_from": "x"}, ("records no batches", "trainer.replay_from=null")),
+        ({"env__val_scenes": 1, "trainer__n_gpus_per_node": 2}, ("env.val_scenes=1", "2 ranks", "set 0 or at least 2")),
+        ({"env__stages": 3, "env__num_envs": 2}, ("env.stages=3", "env.num_envs=2")),
+    ],
+)
+def test_what_cannot_start(values: dict[str, object], parts: tuple[str, ...]) -> None:
+    problems = [problem for problem in checks.check(embodied(**values)) if problem.startswith("env.name=reach_color: ")]
+    assert len(problems) == 1 and all(part in problems[0] for part in parts), problems
 
 
-def test_only_simulators_reserve() -> None:
-    config = good(trainer__pools={"own": {"process_cpus": 1}}, trainer__placement={"critic": "own"})
-    assert "trainer.pools.own.process_cpus: only a pool of simulators reads it" in "\n".join(checks.check(config))
-
-
-def test_episodes_run_ahead_on_a_pool_of_their_own() -> None:
-    config = embodied(**AHEAD, **CORRECTED, **GENERATION, trainer__stale_policy="mask")
-    assert checks.check(config) == []
-    assert asynchronous.runs_ahead(config) and asynchronous.may_be_stale(config) and not asynchronous.is_async(config)
-    found = "\n".join(effects.without_effect(config, {"trainer.stale_policy", "trainer.pipeline_depth"}))
-    assert "trainer.stale_policy" in found and "pipeline_depth" not in found
-    text = "\n".join(checks.check(embodied(**AHEAD)))
-    assert "trainer.max_staleness=1 with env.name=reach_color: the actor's ranks cannot run episodes while they train" in text
-    assert checks.check(embodied(actor_rollout_ref__rollout__mode="async")) == []
-    assert "set actor_rollout_ref.rollout.mode=async" in "\n".join(checks.check(embodied(trainer__max_staleness=1)))
-    assert "trainer.controller=multi with actor_rollout_ref.rollout.mode=async" in "\n".join(
-        checks.check(embodied(**AHEAD, **GENERATION, trainer__controller="multi"))
+def test_filtered_groups_cannot_start() -> None:
+    problems = checks.check(embodied(algorithm__filter_groups__enable=True, **{f"{ROLLOUT}n": 2}))
+    assert any(
+        one == "env.name=reach_color: does not filter groups: set algorithm.filter_groups.enable=false" for one in problems
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"algorithm__adv_estimator": "gae"}, ("adv_estimator=gae", "one call of an episode", "chunk_gae or chunk_grpo")),
+        ({f"{MODEL}vla": VLA}, ("needs values", "model.vla.value_head=true")),
+        ({f"{ACTOR}value_loss_coef": 0.0}, ("needs values", "actor.value_loss_coef above 0")),
+        ({"algorithm__rollout_correction__bypass_mode": True}, ("bypass_mode=false",)),
+        ({"algorithm__adv_estimator": "chunk_grpo", f"{ACTOR}value_loss_coef": 0.0}, ("chunk_grpo", "needs 2 or more")),
+        ({"algorithm__adv_estimator": "chunk_grpo", f"{ROLLOUT}n": 2}, ("value_loss_coef=0.5", "only chunk_gae", "set it to 0")),
+        (TEXT | {"algorithm__adv_estimator": "gae"}, ("value_loss_coef=0.5", "own values", "set it to 0")),
+        (TEXT | {f"{ACTOR}value_loss_coef": 0.0}, ("adv_estimator=chunk_gae needs the episodes of simulators: set env.name",)),
+    ],
+)
+def test_what_the_estimator_needs(values: dict[str, object], parts: tuple[str, ...]) -> None:
+    problems = requirement_problems(embodied(**values))
+    assert len(problems) == 1 and all(part in problems[0] for part in parts), problems

@@ -273,6 +273,23 @@ def test_a_rank_without_rows_of_a_mini_batch_still_takes_its_steps() -> None:
     assert math.isfinite(metrics["actor/loss"])
 
 
+def test_a_batch_ends_with_the_step_that_finds_the_policy_too_far() -> None:
+    """Measured step by step: without the limit each step takes its share of the mean, from which its own follows."""
+    rows, epochs = batch("advantages"), 8
+    rows["old_log_probs"] = (
+        FakeTrainEngine().infer(rows, outputs=("log_probs",))["log_probs"].masked_fill(rows["response_mask"] == 0, math.nan)
+    )
+    means = [0.0] + [policy_update(rows, ppo_epochs=n)[1]["actor/ppo_kl"] for n in range(1, epochs + 1)]
+    each = [n * means[n] - (n - 1) * means[n - 1] for n in range(1, epochs + 1)]
+    limit = (each[3] + each[4]) / 2
+    assert each == sorted(each) and each[4] > limit > each[3] > 0
+    engine, metrics = policy_update(rows, ppo_epochs=epochs, target_kl=limit)
+    assert len(engine.steps) == metrics["actor/optimizer_steps"] == 5, "the step that finds it is taken"
+    assert metrics["actor/ppo_kl"] == pytest.approx(means[5])
+    assert len(policy_update(rows, ppo_epochs=epochs)[0].steps) == epochs
+    assert len(policy_update(rows, ppo_epochs=epochs, target_kl=1e9)[0].steps) == epochs
+
+
 def test_denominators_are_those_of_the_step_not_of_the_batch() -> None:
     rows = batch("advantages", "old_log_probs")
     _, metrics = policy_update(rows, FakeTrainEngine(lr=0.0), num_mini_batches=3)

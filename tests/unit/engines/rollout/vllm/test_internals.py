@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -145,3 +147,15 @@ def test_a_use_elsewhere_is_found() -> None:
     ):
         assert uses(ast.parse(source), ATTRIBUTES), source
     assert not uses(ast.parse("from vllm import LLM\nLLM().llm_engine.step()"), ATTRIBUTES)
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_an_engine_core_without_a_finalizer_is_left_alone(newer: bool) -> None:
+    """That of vLLM 0.26 has none.  The function is taken out of its source, because its module imports vLLM."""
+    (function,) = (node for node in nodes(trees()[MODULE], ast.FunctionDef) if node.name == "spare_process_group")
+    scope: dict[str, Any] = {}
+    exec("from __future__ import annotations\n" + ast.unparse(function), scope)
+    detached: list[bool] = []
+    finalizer = {"_finalizer": SimpleNamespace(detach=lambda: detached.append(True))} if newer else {}
+    scope["spare_process_group"](SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(**finalizer))))
+    assert detached == [True] * newer
