@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlhub.agents.partials import join
 from rlhub.agents.remote.environment_requests import DriverEnvironmentSource, EnvironmentRequest
 from rlhub.agents.remote.trajectory_store import TrajectoryStore
-from rlhub.agents.trajectory import FinishReason, Trajectory, TrajectoryRef
+from rlhub.agents.trajectory import Episode, FinishReason, Sampled, Trajectory, TrajectoryRef
 from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import DeadlineError, RlhubError, WorkerError, WorkflowError
@@ -91,16 +91,19 @@ class RequestCancelled:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EpisodeEnded:
-    """The last message of an episode whose tokens do not stay here; else that is a TrajectoryRef.  rejected: the reason if it
-    raised Reject."""
+    """The last message of an episode whose tokens do not stay here; else that is a TrajectoryRef, or an Episode of several.
+    rejected: the reason if it raised Reject."""
 
-    trajectory: Trajectory | None = None
+    trajectory: Sampled | None = None
     rejected: str | None = None
 
 
-Message = CompletionRequest | PlaceRequest | EnvironmentRequest | RequestCancelled | EpisodeEnded | TrajectoryRef
+LastMessage = EpisodeEnded | TrajectoryRef | Episode
+"""The message with which an episode ends."""
 
-SentMessage = CompletionRequest | tuple[int, int, str] | EnvironmentRequest | RequestCancelled | EpisodeEnded | TrajectoryRef
+Message = CompletionRequest | PlaceRequest | EnvironmentRequest | RequestCancelled | LastMessage
+
+SentMessage = CompletionRequest | tuple[int, int, str] | EnvironmentRequest | RequestCancelled | LastMessage
 """A Message on its way; a PlaceRequest is a tuple, because the name of its class is longer than all else in it."""
 
 _CURRENT: ContextVar[_Episode] = ContextVar("rlhub_episode")
@@ -155,7 +158,7 @@ class EpisodeActor:
         if episode is None:
             raise WorkflowError(f"no session {session} runs here: it has ended or was cancelled")
         message = await episode.messages.get()
-        if isinstance(message, EpisodeEnded | TrajectoryRef | Exception):
+        if isinstance(message, LastMessage | Exception):
             self._episodes.pop(session, None)
         if isinstance(message, Exception):
             raise message
@@ -203,7 +206,7 @@ class EpisodeActor:
 
     async def cancel(self, session: str) -> None:
         """Cancels an episode; its code cleans up after this call has returned.  An unknown session is ignored."""
-        self._kept.drop([session])
+        self._kept.forget(session)
         episode = self._episodes.pop(session, None)
         if episode is not None and episode.task is not None:
             episode.unwanted = True
@@ -232,10 +235,10 @@ class EpisodeActor:
 
     async def _run(self, episode: _Episode, key: WorkflowKey, data: EpisodeData, kept_as: str) -> None:
         _CURRENT.set(episode)
-        end: EpisodeEnded | TrajectoryRef | Exception
+        end: LastMessage | Exception
         try:
             trajectory = await self._workflow(key).arun_episode(episode, data)
-            if kept_as and isinstance(trajectory, Trajectory) and not episode.unwanted:
+            if kept_as and isinstance(trajectory, Trajectory | Episode) and not episode.unwanted:
                 end = self._kept.keep(kept_as, trajectory)
             else:
                 assert not isinstance(trajectory, TrajectoryRef), "only the store makes these"

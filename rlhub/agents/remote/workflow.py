@@ -24,12 +24,13 @@ from rlhub.agents.remote.episode_actor import (
     EpisodeActorSettings,
     EpisodeEnded,
     EpisodeStart,
+    LastMessage,
     PlaceRequest,
     RequestCancelled,
     WorkflowKey,
 )
 from rlhub.agents.remote.streaming import extend
-from rlhub.agents.trajectory import Sampled, TrajectoryRef
+from rlhub.agents.trajectory import Episode, Sampled, TrajectoryRef, rows_of
 from rlhub.agents.workflows.base import (
     EpisodeData,
     EpisodeEngine,
@@ -94,8 +95,9 @@ class RemoteWorkflow(RolloutWorkflow):
             async with sent.prompt(data, self._key) as prompt:
                 start = (data.ordinal, data.sample, data.seed, data.partial, self._keeps, self._direct)
                 result = await run.play(data.session, prompt, start)
-            if isinstance(result, TrajectoryRef):
-                result.home = member.home
+            for row in () if result is None else rows_of(result):
+                if isinstance(row, TrajectoryRef):
+                    row.home = member.home
             return result
         except WorkerError as error:
             own = own_error(error)
@@ -191,7 +193,7 @@ class EpisodeRun:
         message = await self._receive("begin", prompt, start)
         while True:
             match message:
-                case TrajectoryRef() as kept:
+                case (TrajectoryRef() | Episode()) as kept:
                     return kept
                 case EpisodeEnded(rejected=None, trajectory=trajectory):
                     return trajectory
@@ -224,7 +226,7 @@ class EpisodeRun:
         except WorkerError:
             self.over = True
             raise
-        self.over = isinstance(message, EpisodeEnded | TrajectoryRef)
+        self.over = isinstance(message, LastMessage)
         return PlaceRequest(*message) if type(message) is tuple else message
 
     async def _serve(self, request: CompletionRequest | PlaceRequest | EnvironmentRequest) -> None:

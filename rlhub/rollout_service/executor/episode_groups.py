@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rlhub.agents.partials import TrackedEngine, sample_state
-from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef, sampled_of
+from rlhub.agents.trajectory import Row, Sampled, Trajectory, TrajectoryRef, rows_of, sampled_of
 from rlhub.agents.workflows.base import RolloutWorkflow
 
 StalePolicy = Literal["drop", "mask", "correct"]
@@ -27,6 +27,8 @@ class PromptItem:
 @dataclass(slots=True, kw_only=True)
 class Group:
     """All samples of one prompt, finished.
+
+    trajectories: the results of its episodes, one each, also where an episode has several trajectories.
 
     valid: whether each sample has a valid score.  numbers: the scorer's other numbers of each sample.  The scoring code sets
     both.  baseline: the greedy response to the prompt, which is scored but neither trained nor counted in the group's age; None
@@ -54,16 +56,26 @@ class Group:
         return [*self.trajectories, *([] if self.baseline is None else [self.baseline])]
 
     @property
+    def rows(self) -> list[Row]:
+        """Returns the rows of the batch that the samples become: of each, all of its trajectories."""
+        return [row for sample in self.trajectories for row in rows_of(sample)]
+
+    @property
+    def counts(self) -> list[int]:
+        """Returns the number of rows of each sample."""
+        return [len(rows_of(sample)) for sample in self.trajectories]
+
+    @property
     def whole(self) -> list[Trajectory]:
-        """Returns the samples, whose tokens must be here.  Raises ValueError where only their numbers are."""
-        found = [trajectory for trajectory in self.trajectories if isinstance(trajectory, Trajectory)]
-        if len(found) < len(self.trajectories):
+        """Returns the rows, whose tokens must be here.  Raises ValueError where only their numbers are."""
+        found = [row for row in self.rows if isinstance(row, Trajectory)]
+        if len(found) < len(self.rows):
             raise ValueError(f"prompt {self.ordinal}: the tokens of its samples are in other processes")
         return found
 
     def lies_in(self, home: str) -> bool:
         """Returns whether that process has the tokens of one of the group's samples."""
-        return any(isinstance(sample, TrajectoryRef) and sample.home == home for sample in self.scored)
+        return any(lies_in(sample, home) for sample in self.scored)
 
     @property
     def first_version(self) -> int:
@@ -111,6 +123,11 @@ class GroupInWork:
         pairs = zip(self.trajectories, self.engines, strict=True)
         samples = [sample_state(trajectory, engine.written) for trajectory, engine in pairs]
         return {"ordinal": self.item.ordinal, "samples": samples}
+
+
+def lies_in(sample: Sampled, home: str) -> bool:
+    """Returns whether that process has tokens of this result."""
+    return any(isinstance(row, TrajectoryRef) and row.home == home for row in rows_of(sample))
 
 
 def mask_older(group: Group, oldest: int) -> int:

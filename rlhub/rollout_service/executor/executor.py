@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlhub.agents.partials import Interrupt, TrackedEngine, completion_of
-from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef, sampled_of
+from rlhub.agents.trajectory import Episode, Sampled, Trajectory, sampled_of
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.engines.rollout.base import Completion
 from rlhub.errors import ConfigError, DeadlineError, HolderLostError, WorkflowError
 from rlhub.rollout_service.executor.batches import Delivery, FailureLimit, GroupRequest, Release, keep_nothing
-from rlhub.rollout_service.executor.episode_groups import Group, GroupInWork, PromptItem, StalePolicy
+from rlhub.rollout_service.executor.episode_groups import Group, GroupInWork, PromptItem, StalePolicy, lies_in
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import RolloutStatistics
@@ -294,7 +294,7 @@ class WorkflowExecutor:
             work.engines = [TrackedEngine(self.engine, data) for data in fresh]
             self._work[group.ordinal] = work
         for work in list(self._work.values()):
-            lost = [n for n, one in enumerate(work.trajectories) if isinstance(one, TrajectoryRef) and one.home == home]
+            lost = [n for n, one in enumerate(work.trajectories) if one is not None and lies_in(one, home)]
             for sample in lost:
                 data = self._data(work.item, sample, None)
                 work.trajectories[sample], work.group = None, None
@@ -488,8 +488,8 @@ class WorkflowExecutor:
 
 
 async def episode(workflow: RolloutWorkflow, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
-    """Runs one episode and checks that its trajectory can be trained on."""
+    """Runs one episode and checks that its trajectories can be trained on."""
     trajectory = await workflow.arun_episode(engine, data)
-    if isinstance(trajectory, Trajectory):  # the process that keeps the tokens of others has checked them
+    if isinstance(trajectory, Trajectory | Episode):  # the process that keeps the tokens of others has checked them
         trajectory.check()
     return trajectory

@@ -45,9 +45,9 @@ class RolloutStatistics:
 
     def take(self, group: Group, step: int, *, beyond: bool) -> None:
         """Counts a group that is taken for this training step.  beyond: it has, or had, tokens older than the bound."""
-        for trajectory in group.trajectories:
-            if trajectory.num_tokens:
-                self.staleness[step - 1 - trajectory.first_version] += 1
+        for sample in group.trajectories:
+            if sample.num_tokens:
+                self.staleness[step - 1 - sample.first_version] += 1
         self.good_tokens += group.num_tokens
         self.counts["consumed_groups"] += 1
         self.counts["beyond_groups"] += beyond
