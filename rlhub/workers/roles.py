@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import masked_sum
+from rlhub.config.sections.env import EnvConfig
 from rlhub.config.sections.ppo import ActorRolloutRefConfig, CriticConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.reward import JudgeConfig, RewardModelConfig
@@ -78,11 +79,17 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart, MemoryHolder):
     """Trains and generates in turns on the same devices.  All methods run on every rank."""
 
     def __init__(
-        self, config: ActorRolloutRefConfig, runtime: WorkerRuntime, *, reward: RewardFunction | None = None, **actor: Any
+        self,
+        config: ActorRolloutRefConfig,
+        runtime: WorkerRuntime,
+        *,
+        reward: RewardFunction | None = None,
+        env: EnvConfig | None = None,
+        **actor: Any,
     ) -> None:
         """actor: the further settings of ActorPart."""
         super().__init__(config, runtime, **actor)
-        self.reward = reward
+        self.reward, self.env = reward, env
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
@@ -405,7 +412,8 @@ class SFTWorker(EngineWorker):
     def train_step(self, batch: DataProto) -> DataProto:
         """Takes one optimizer step over the batch; meta_info["metrics"] are global."""
         rows = self._rows(batch, self.config.data.train_files)
-        steps = take_steps(self.engine, rows, sft_loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=("log_probs",))
+        outputs = ("log_probs",)
+        steps = list(take_steps(self.engine, rows, sft_loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=outputs))
         check_finite(self.engine, "after the update")
         if not steps:
             raise DataError("no row of this batch has a token to learn from; check data.response_key and the truncation")

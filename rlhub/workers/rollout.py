@@ -13,8 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhub.config.sections.env import EnvConfig
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.vla import vla_of
 from rlhub.engines.rollout.base import SamplingParams
+from rlhub.engines.rollout.embodied import EpisodeRunner, starts_of, training_rows
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
@@ -46,13 +49,14 @@ class RolloutPart(Worker):
     """The methods of every worker that has the rollout engine.  All run on every rank; ranks of one tensor-parallel engine
     get the same prompts.
 
-    reward: the function that scores rows; None where none does.
+    reward: the function that scores rows; None where none does.  env: the simulators, each rank's own; None without any.
     """
 
     config: ActorRolloutRefConfig
     runtime: WorkerRuntime
     device: torch.device
     reward: RewardFunction | None = None
+    env: EnvConfig | None = None
 
     def _init_rollout(self) -> None:
         """Builds the rollout engine (collective); it has no weights yet.  The process group must exist."""
@@ -67,6 +71,10 @@ class RolloutPart(Worker):
         self.closing.callback(self.rollout.shutdown)
         self.rollout.initialize()
         self._register_dispatch_collect_info("rollout", dp_rank, tp_rank == 0)
+        vla = vla_of(model)
+        if self.env is not None and vla is not None:
+            self.episodes = EpisodeRunner(self.rollout, self.env, vla, tokenizer)
+            self.closing.callback(self.episodes.close)
 
     def _init_scoring(self, reward: RewardFunction, tokenizer: Decoder) -> None:
         """Takes this rank's share of the machine's processes of the reward function, which start with the first rows."""
@@ -108,6 +116,21 @@ class RolloutPart(Worker):
             rows[PIXEL_VALUES] = columns[PIXEL_VALUES].repeat_interleave(meta["n"], 0)
         return DataProto.from_dict(tensors=rows)
 
+    @register(dispatch_mode=ROLLOUT, deadline="generate")
+    def run_episodes(self, scenes: DataProto) -> DataProto:
+        """Runs meta_info["n"] episodes from each scene in the rank's simulators (see `starts_of`).
+
+        Returns a row for each call of the policy, in the order of scene, episode and call (see `training_rows`).
+        """
+        self._wake_rollout()
+        meta = scenes.meta_info
+        calls = self.episodes.run(starts_of(scenes.batch, samples=meta["n"], run_seed=self.runtime.seed), self._sampling(meta))
+        completions = [call.completion for call in calls]
+        spoil_log_probs(completions, self.rank)
+        check_completions(completions, self.vocabulary.size, meta["log_probs"])
+        rows = training_rows(calls, self.episodes.vla, self.episodes.pad_id, samples=meta["n"], widest=self._widest)
+        return DataProto.from_dict(tensors=rows)
+
     @register(dispatch_mode=OUTCOMES, deadline="generate")
     def begin_scoring(self, batch: DataProto, key: str, max_failures: int) -> None:
         """Begins to score the rank's rows by the reward function, beside the rank's next calls, and returns at once.
@@ -135,7 +158,7 @@ class RolloutPart(Worker):
         )
 
     def _widest(self, width: int) -> int:
-        """Returns the longest response over all ranks, so that their parts join without padding again."""
+        """Returns the longest row over all ranks, so that their parts join without padding again."""
         widest = torch.tensor([width], device=self.device)
         dist.all_reduce(widest, op=dist.ReduceOp.MAX)
         return int(widest)
@@ -144,8 +167,15 @@ class RolloutPart(Worker):
 class RolloutWorker(RolloutPart):
     """The rollout engine alone; its weights come from the actor's pool.  It keeps its memory while others train."""
 
-    def __init__(self, config: ActorRolloutRefConfig, runtime: WorkerRuntime, *, reward: RewardFunction | None = None) -> None:
-        self.config, self.runtime, self.reward = config, runtime, reward
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        runtime: WorkerRuntime,
+        *,
+        reward: RewardFunction | None = None,
+        env: EnvConfig | None = None,
+    ) -> None:
+        self.config, self.runtime, self.reward, self.env = config, runtime, reward, env
         self.device = runtime.torch_device(self.local_rank)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")

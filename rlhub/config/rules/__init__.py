@@ -6,6 +6,7 @@ parallel.py       the layout of a training engine over ranks
 engines.py        the training engines of all roles together
 placement.py      trainer.pools and trainer.placement
 asynchronous.py   rollout.mode=async, staleness, collected trajectories
+embodied.py       env, the simulators
 faults.py         trainer.faults
 effects.py        warnings about settings that have no effect
 """

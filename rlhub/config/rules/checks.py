@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from rlhub.config.rules import asynchronous, engines, faults, placement
+from rlhub.config.rules import asynchronous, embodied, engines, faults, placement
 from rlhub.config.rules.parallel import all_ranks, data_parallel
 from rlhub.config.sections import rollout_correction
 from rlhub.config.sections.actor import ActorConfig
@@ -42,7 +42,7 @@ def check_required(config: Any, keys: Sequence[str]) -> list[str]:
         node = config
         for name in key.split("."):
             node = getattr(node, name)
-        if not node:
+        if not node and not (key == "data.train_files" and isinstance(config, PPOConfig) and config.env.name):
             problems.append(f"{key} is not set: {_MODEL if key.endswith('.path') else _FILES}")
     return problems
 
@@ -60,13 +60,14 @@ def _(config: PPOConfig) -> list[str]:
         *_check_lengths(config),
         *_check_filter(config),
         *_check_ranks(config),
-        *_check_trainer(config.trainer, has_validation=config.data.val_files is not None),
+        *_check_trainer(config.trainer, has_validation=config.data.val_files is not None or config.env.val_scenes > 0),
         *_check_optim(config.actor_rollout_ref.actor.optim, f"{_ACTOR}.optim"),
         *_check_optim(config.critic.optim, "critic.optim"),
         *rollout_correction.problems(config.algorithm.rollout_correction),
         *_check_rewards(config),
         *placement.problems(config),
         *asynchronous.problems(config),
+        *embodied.problems(config),
         *_check_controller(config),
     ]  # fmt: skip
 
@@ -124,7 +125,7 @@ def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[st
             f"{_ROLLOUT}.trajectories_folder={rollout.trajectories_folder} does not generate; set it to null or choose another "
             "estimator"
         )
-    return found + placement.unneeded(config, requires)
+    return [*found, *embodied.requirement_problems(config, requires), *placement.unneeded(config, requires)]
 
 
 def notes(config: PPOConfig) -> list[str]:

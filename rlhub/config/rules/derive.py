@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from rlhub.config.devices import count_gpus, torch_has_cuda
 from rlhub.config.rules.asynchronous import is_async, is_collected
+from rlhub.config.rules.embodied import derive_envs
 from rlhub.config.sections.actor import ActorConfig, RefConfig
 from rlhub.config.sections.ppo import CriticConfig, PPOConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
@@ -53,6 +54,7 @@ def _(config: PPOConfig) -> None:
     if rollout.max_model_len is None:
         rollout.max_model_len = config.data.max_prompt_length + config.data.max_response_length
     _episodes(config)
+    derive_envs(config)
     _reward_model_from_actor(config)
     if config.reward_model.num_workers is None:
         config.reward_model.num_workers = min(MAX_REWARD_WORKERS, os.cpu_count() or 1)

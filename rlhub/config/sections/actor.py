@@ -38,6 +38,9 @@ class ActorConfig:
     or that length if it is more."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch; more than 1 reuse samples off-policy."""
+    target_kl: PositiveFloat | None = None
+    """Take no further optimizer step on a batch once the mean of log(pi_old / pi) over the units of the last step is above it;
+    null: take all."""
     shuffle: bool = False
     """Assign the batch's rows to mini-batches at random, drawn once a batch from trainer.seed and the step (all PPO epochs have
     the same mini-batches); false: in the order of the prompts. Set it with several optimizer steps a batch."""

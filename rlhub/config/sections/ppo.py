@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rlhub.config.schema import PositiveInt, PositiveOrInf, Seed
 from rlhub.config.sections.actor import ActorConfig, RefConfig
 from rlhub.config.sections.algorithm import AlgorithmConfig
+from rlhub.config.sections.env import EnvConfig
 from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.trainer import TrainerConfig
@@ -91,4 +92,5 @@ class PPOConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -78,12 +78,14 @@ class Completion:
     log_probs: one per token; empty if SamplingParams.log_probs is False.
     finish_reason: "abort" means that `abort` ended the request, with the tokens so far.
     versions: for each token, the version of the policy that sampled it.
+    value: the return that the policy itself predicts before the first token; None without a value head.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
     versions: list[int] = field(default_factory=list)
+    value: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -89,7 +89,7 @@ class PolicyUpdater:
         """
         mask = "loss_mask" if "loss_mask" in rows else "learn_mask"
         extremes, rows = Extremes(), with_staleness(counting(rows, mask), version)
-        steps = take_steps(
+        taken = take_steps(
             self.engine,
             rows,
             partial(self._loss, extremes),
@@ -99,10 +99,20 @@ class PolicyUpdater:
             outputs=("log_probs", "entropy", *(("values",) if self.config.value_loss_coef else ())),
             units=self.units,
         )
+        steps = []
+        for step in taken:
+            steps.append(step)
+            if self._moved_far(step):
+                break
         metrics = policy_metrics(steps)
         if self.correction.behaviour(rows) is not None:
             metrics |= extremes.metrics(self.engine)
         return metrics
+
+    def _moved_far(self, step: StepSums) -> bool:
+        """Returns whether the policy is further from the old one than the setting allows."""
+        limit = self.config.target_kl
+        return limit is not None and step.sums.get("ppo_kl", 0.0) > limit * step.denominators.tokens
 
     def _loss(self, extremes: Extremes, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
         outputs, micro = self._of_units(outputs, micro)
@@ -219,7 +229,7 @@ class ValueUpdater:
             scale=self.scale,
             outputs=("values",),
         )
-        return value_metrics(steps)
+        return value_metrics(list(steps))
 
     def _loss(self, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
         assert outputs.values is not None
@@ -284,20 +294,18 @@ def take_steps(
     scale: float,
     outputs: tuple[str, ...],
     units: Units = TOKENS,
-) -> list[StepSums]:
-    """Takes one optimizer step for each mini-batch of each epoch.  units: what the denominators count.
+) -> Iterator[StepSums]:
+    """Takes one optimizer step for each mini-batch of each epoch, and yields it.  units: what the denominators count.
 
     A mini-batch without a token to learn from takes no step, because the optimizer's momentum and decay would move the
     weights.
     """
-    steps = []
     for mini in mini_batches(rows, num_mini_batches, epochs):
         denominators = count_denominators(engine, units.mask(mini["response_mask"]), scale)
         if denominators.tokens == 0:
             continue
         sums = engine.forward_backward(mini, partial(_with_denominators, loss, denominators), outputs=outputs)
-        steps.append(StepSums(sums=sums, denominators=denominators, report=engine.optimizer_step()))
-    return steps
+        yield StepSums(sums=sums, denominators=denominators, report=engine.optimizer_step())
 
 
 @dataclass(slots=True, kw_only=True)

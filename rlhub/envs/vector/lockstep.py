@@ -131,7 +131,7 @@ class LockStep(VectorEnv):
     def chunk_into(self, buffers: Buffers, actions: np.ndarray, obs: Observed) -> Texts:
         """Does the same as `chunk_step`, into the first C columns of the buffers.  actions: checked ones."""
         self._need_open()
-        if never := [number for number, episode in enumerate(self._episodes) if episode.seed < 0]:
+        if self._auto_reset and (never := [number for number, episode in enumerate(self._episodes) if episode.seed < 0]):
             raise EnvError(f"chunk_step before reset of the environments {never}")
         texts = Texts(instruction=[], final_instruction=[], info=[], num_rendered=0)
         for name in ("reward", "terminated", "truncated", "valid", "success"):

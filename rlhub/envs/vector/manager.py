@@ -1,8 +1,8 @@
 """EnvManager: environments in lock-step, spread over killable child processes.
 
 A process that dies, hangs or exceeds its memory costs the episodes of its own environments: their rows are invalid and `lost`,
-and another process begins new episodes within the same call.  The others do not notice.  `offload` saves the states and ends all
-processes; the next call starts them again.
+and another process begins new episodes within the same call, or with auto_reset=False waits for `reset`.  The others do not
+notice.  `offload` saves the states and ends all processes; the next call starts them again.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Group:
     def texts_after(self, lost: Sequence[int], why: str) -> Texts:
         """Returns the texts of a chunk in which these rows were lost and nothing was executed."""
         info = [{"lost": why} if number in lost else {} for number in range(self.size)]
-        return Texts(instruction=list(self.instruction), final_instruction=[], info=info, num_rendered=len(lost))
+        return Texts(instruction=self.instruction or [""] * self.size, final_instruction=[], info=info, num_rendered=len(lost))
 
     def local(self, ids: Sequence[int]) -> list[int]:
         """Returns those of the manager's ids that belong to this group, as its own numbers."""
@@ -313,7 +313,7 @@ class EnvManager(VectorEnv):
 
     async def _chunk_of(self, group: _Group, actions: np.ndarray, obs: Observed) -> tuple[Buffers, Texts, list[int]]:
         """Executes a chunk in a group; returns the buffers, the texts and the rows whose episodes were lost."""
-        if (group.seed < 0).any():
+        if self.options.auto_reset and (group.seed < 0).any():
             raise EnvError(f"chunk_step before reset of the environments {group.first + np.flatnonzero(group.seed < 0)}")
         process, buffers = await self._ready(group, frames=obs == "all")
         if group.unreported:  # nothing is executed: these actions were chosen for episodes that are gone
@@ -327,7 +327,8 @@ class EnvManager(VectorEnv):
             buffers, lost = await self._replace(group, str(error), frames=obs == "all"), list(range(group.size))
             return buffers, group.texts_after(lost, str(error)), lost
         group.num_losses = 0
-        group.seed[:] = buffers.seed
+        begun = group.seed >= 0
+        group.seed[begun] = buffers.seed[begun]
         texts = Texts(**reply)
         group.instruction = list(texts.instruction)
         return buffers, texts, []
@@ -342,11 +343,14 @@ class EnvManager(VectorEnv):
         group.saved = {}
         self.num_replaced += 1
         process, buffers = await self._ready(group, frames=frames)
-        ids = [int(number) for number in np.flatnonzero(group.seed >= 0)]
-        seeds = [next_seed(int(group.seed[number])) for number in ids]
-        arguments = {"ids": ids, "seeds": seeds, "initial": None}
-        group.note(ids, await process.request("reset", arguments, self.options.start_timeout_s))
-        group.seed[ids] = seeds
+        if self.options.auto_reset:
+            ids = [int(number) for number in np.flatnonzero(group.seed >= 0)]
+            seeds = [next_seed(int(group.seed[number])) for number in ids]
+            arguments = {"ids": ids, "seeds": seeds, "initial": None}
+            group.note(ids, await process.request("reset", arguments, self.options.start_timeout_s))
+            group.seed[ids] = seeds
+        else:
+            group.seed[:] = -1
         _clear(buffers)
         took = time.monotonic() - began
         logger.warning("environments %d to %d were replaced in %.1f s: %s", group.first, group.stop - 1, took, why)

@@ -9,6 +9,7 @@ Where samples come from; each is a SampleSource (step.py):
   sync_source.py        whole batches in turns with training
   dynamic_sampling.py   the buffer of groups whose samples differ in reward
   stream_source.py      episodes that run all the time: one step ahead, or fully asynchronous
+  embodied.py           scenes and episodes of simulators for sync_source.py, and validation on fixed scenes
   offline_source.py     files of a collecting job, and batches that an earlier run recorded
 
 What the step does with them:

@@ -19,7 +19,7 @@ from rlhub.agents.remote.workflow import EpisodeActorOptions, EpisodeActors, epi
 from rlhub.agents.workflows.registry import workflow_kwargs
 from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.data.prompts import PromptLoader
+from rlhub.data.order import ResumableLoader
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
 from rlhub.rewards import RewardManager
@@ -109,7 +109,7 @@ def build_stream(
     config: PPOConfig,
     runtime: WorkerRuntime,
     tokenizer: Any,
-    loader: PromptLoader,
+    loader: ResumableLoader,
     groups: WorkerGroups,
     reward: RewardManager,
     run: Run,

@@ -20,7 +20,7 @@ import torch
 
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.data.prompts import PromptLoader
+from rlhub.data.order import ResumableLoader
 from rlhub.errors import DataError, WorkflowError
 from rlhub.models.tokenizer import Vocabulary, read_vocabulary
 from rlhub.protocol import Batch, BatchRef, DataProto
@@ -50,7 +50,7 @@ class OfflineSource:
     """
 
     config: PPOConfig
-    loader: PromptLoader
+    loader: ResumableLoader
     reader: TrajectoryReader
     vocabulary: Vocabulary
     write: Callable[[str, int], object]
@@ -104,7 +104,7 @@ class OfflineSource:
 
 
 def build_collected(
-    config: PPOConfig, loader: PromptLoader, tokenizer: Any, write: Callable[[str, int], object], timers: PhaseTimer
+    config: PPOConfig, loader: ResumableLoader, tokenizer: Any, write: Callable[[str, int], object], timers: PhaseTimer
 ) -> OfflineSource:
     """Returns the source of a configuration that config.rules.asynchronous has passed."""
     rollout = config.actor_rollout_ref.rollout
@@ -236,7 +236,7 @@ class ReplaySource:
     """
 
     folder: Path
-    loader: PromptLoader
+    loader: ResumableLoader
     ranks: WorkerGroup | None = None
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)

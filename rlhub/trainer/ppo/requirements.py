@@ -19,15 +19,16 @@ OWN_NUMBERS = ("acc", "overlong", "overlong_reward", "function", "model", "judge
 class Requirements:
     """Says what the training step computes.
 
-    values: a critic predicts them.  reference: log-probs of the frozen starting policy are read.  old_log_probs: the policy has
-    a forward pass of its own before the update; sum_pi_squared: which also gives that.  bypass: the rollout's log-probs stand in
-    for the old ones.  groups: several samples per prompt.  baseline_rewards: a greedy response per prompt is scored.
-    reward_components: the scorer's own numbers are read.  rollout_log_probs: the update reads them.  correction: tokens are
-    weighted or rejected before the update; staleness: or in it, by how old they are.  selection: the loss chooses tokens from the
-    whole mini-batch.
+    values: a critic predicts them; own_values: the policy itself does, in its pass before the update.  reference: log-probs of
+    the frozen starting policy are read.  old_log_probs: the policy has a forward pass of its own before the update;
+    sum_pi_squared: which also gives that.  bypass: the rollout's log-probs stand in for the old ones.  groups: several samples
+    per prompt.  baseline_rewards: a greedy response per prompt is scored.  reward_components: the scorer's own numbers are read.
+    rollout_log_probs: the update reads them.  correction: tokens are weighted or rejected before the update; staleness: or in
+    it, by how old they are.  selection: the loss chooses tokens from the whole mini-batch.
     """
 
     values: bool
+    own_values: bool
     reference: bool
     old_log_probs: bool
     bypass: bool
@@ -67,10 +68,12 @@ def requirements(config: PPOConfig) -> Requirements:
     actor, in_reward = config.actor_rollout_ref.actor, config.algorithm.use_kl_in_reward
     correction = config.algorithm.rollout_correction
     several_steps = num_mini_batches(config) > 1 or actor.ppo_epochs > 1
-    in_advantages = in_reward or not needs.isdisjoint({"old_log_probs", "sum_pi_squared"})
+    own_values = "values" in needs and bool(config.actor_rollout_ref.model.vla.get("value_head"))
+    in_advantages = in_reward or own_values or not needs.isdisjoint({"old_log_probs", "sum_pi_squared"})
     in_loss = not correction.in_update and (several_steps or correction.active or may_be_stale(config))
     return Requirements(
-        values="values" in needs,
+        values="values" in needs and not own_values,
+        own_values=own_values,
         reference=actor.use_kl_loss or in_reward,
         old_log_probs=not correction.bypass_mode and (in_advantages or in_loss),
         bypass=correction.bypass_mode,

@@ -323,7 +323,7 @@ def prepare_reward(config: PPOConfig, tokenizer: Any) -> RewardParts:
     if judge.path:
         load_tokenizer(judge.path, trust_remote_code=judge.trust_remote_code)
     function = None
-    if scoring.function_weight != 0:
+    if scoring.function_weight != 0 and config.env.name is None:  # simulators give rewards themselves
         function = build_reward_manager(scoring, config.custom_reward_function, tokenizer, config.data.max_response_length)
     return RewardParts(config=config, function=function)
 

@@ -36,7 +36,7 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.metrics import MismatchBound, mean_metrics, mismatch_bound, row_lengths, timing_per_token
-from rlhub.trainer.ppo.requirements import Requirements, requirements
+from rlhub.trainer.ppo.requirements import Requirements, num_mini_batches, requirements
 from rlhub.trainer.ppo.scoring import Samples, Scorer, Scoring, add_scores
 from rlhub.utils.balance import partition
 from rlhub.utils.timing import PhaseTimer
@@ -105,10 +105,13 @@ class StepParts(ABC):
         Returns the batch: by reference, the rows are with their ranks now.
         """
         actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
+        rows_per_mini_batch = actor.ppo_mini_batch_size * num_samples
+        if "episode" in names_of(batch):  # as many rows as its calls, so the mini-batches are that many equal parts of the batch
+            rows_per_mini_batch = -(-len(batch) // num_mini_batches(self.config))
         critic_ranks = self.critic.mesh("critic").dp_size if self.critic is not None else 1
         arrange(
             batch,
-            rows_per_mini_batch=actor.ppo_mini_batch_size * num_samples,
+            rows_per_mini_batch=rows_per_mini_batch,
             num_ranks=math.lcm(self.actor.mesh("actor").dp_size, critic_ranks),
             balance=self.config.trainer.balance_batch,
             shuffle_seed=self.config.trainer.seed * 1_000_003 + step if actor.shuffle else None,
@@ -284,8 +287,10 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 def log_prob_inputs(batch: Batch, needs: Requirements) -> Batch:
-    """Returns what the policy's forward pass before the update reads; meta_info asks for sum_pi_squared where it is required."""
-    return view(batch, MODEL, **({"sum_pi_squared": True} if needs.sum_pi_squared else {}))
+    """Returns what the policy's forward pass before the update reads; meta_info asks for sum_pi_squared and values where they are
+    required."""
+    asked = {"sum_pi_squared": needs.sum_pi_squared, "values": needs.own_values}
+    return view(batch, MODEL, **{name: True for name, wanted in asked.items() if wanted})
 
 
 def advantage_inputs(batch: Batch, needs: Requirements, kl_coef: float) -> Batch:
@@ -306,6 +311,7 @@ def policy_inputs(batch: Batch, needs: Requirements) -> Batch:
     names = [*POLICY, "loss_mask" if "loss_mask" in names_of(batch) else "learn_mask"]
     if needs.rollout_log_probs or not needs.old_log_probs:
         names.append("rollout_log_probs")
+    names += ["values", "returns"] if needs.own_values else []
     meta: dict[str, object] = {"num_mini_batches": count(batch, "mini_batch")}
     if needs.staleness:
         names.append("policy_version")

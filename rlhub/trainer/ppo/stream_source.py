@@ -37,7 +37,7 @@ from rlhub.agents.remote.trajectory_store import WIDE, wide_names
 from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef, answer_of, row_of, rows_of, with_rows
 from rlhub.checkpoint.files import FileEntry, write_file
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.data.prompts import PromptLoader
+from rlhub.data.order import ResumableLoader
 from rlhub.errors import HolderLostError, RewardError, WorkflowError
 from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import Batch, DataProto
@@ -77,7 +77,7 @@ class StreamSource:
     """
 
     config: PPOConfig
-    loader: PromptLoader
+    loader: ResumableLoader
     executor: WorkflowExecutor
     publisher: Publisher
     outcomes: OutcomeStore
@@ -375,7 +375,7 @@ FILE = "prompts.jsonl"
 class LoaderPositions:
     """Remembers the loader's state before each batch that still has prompts in work.  One thread draws, another reads."""
 
-    def __init__(self, loader: PromptLoader) -> None:
+    def __init__(self, loader: ResumableLoader) -> None:
         self.loader = loader
         self._before: deque[tuple[int, dict[str, Any]]] = deque()
         self._lock = threading.Lock()

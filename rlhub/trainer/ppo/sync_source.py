@@ -13,14 +13,14 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
-from rlhub.data.prompts import PromptLoader
+from rlhub.data.order import ResumableLoader
 from rlhub.errors import CheckpointError
 from rlhub.protocol import Batch, DataProto
 from rlhub.single_controller import WorkerGroup
@@ -37,6 +37,22 @@ PROMPTS_IN_WORK = (
     "the checkpoint was made with actor_rollout_ref.rollout.mode=async and holds prompts in work, which mode=sync "
     "cannot go on with; resume with mode=async (trainer.max_staleness=0 takes turns too), or start anew"
 )
+
+
+class SampleGenerator(Protocol):
+    """Generates with the weights that the rollout's ranks have."""
+
+    def training(self, prompts: DataProto) -> Batch:
+        """Returns the samples of these prompts, with their log-probs; those of a prompt are neighbours and share a `uid`."""
+        ...
+
+    def greedy(self, prompts: DataProto) -> Batch:
+        """Returns the most likely response to each prompt, for estimators that compare with it."""
+        ...
+
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        """Returns what it reports of its samples."""
+        ...
 
 
 @dataclass(slots=True)
@@ -63,6 +79,10 @@ class Generator:
     def validation(self, prompts: DataProto) -> Batch:
         """Returns val_kwargs' samples per prompt, without log-probs."""
         return self._generate(prompts, self.config.val_kwargs, self._method("validation"), log_probs=False)
+
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        """Returns nothing: the rewards of answers are reported when they are scored."""
+        return {}
 
     def _method(self, purpose: str) -> GroupMethod:
         """Returns the call that generates; by reference, the tokens of each generation stay with the ranks under a key of its
@@ -91,8 +111,8 @@ class SyncSource:
     """Is the SampleSource of the synchronous schedule."""
 
     config: PPOConfig
-    loader: PromptLoader
-    generator: Generator
+    loader: ResumableLoader
+    generator: SampleGenerator
     weights: WeightSync
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
@@ -113,10 +133,9 @@ class SyncSource:
     def sample(self, prompts: Iterator[DataProto], step: int) -> Samples:
         """Generates once, for the next batch of prompts."""
         batch = next(prompts)
-        return Samples(
-            batch=self.generator.training(batch),
-            greedy=self.generator.greedy(batch) if self._with_greedy else None,
-        )
+        sampled = self.generator.training(batch)
+        self.metrics = self.generator.metrics(sampled)
+        return Samples(batch=sampled, greedy=self.generator.greedy(batch) if self._with_greedy else None)
 
     def select(self, samples: Samples) -> Batch | None:
         """Returns the generation as it is, or what dynamic sampling makes of this one and those before it."""

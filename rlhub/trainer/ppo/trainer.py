@@ -16,6 +16,7 @@ from rlhub.checkpoint.files import FileEntry
 from rlhub.config.rules.asynchronous import is_async, is_collected
 from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.data.order import ResumableLoader
 from rlhub.data.prompts import PromptDataset, PromptLoader
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.pipeline.graph import TaskGraph
@@ -27,6 +28,7 @@ from rlhub.single_controller import ClassWithInitArgs, Launched
 from rlhub.tracking.tracker import Metrics
 from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.build_stream import build_evaluation_samples, build_stream
+from rlhub.trainer.ppo.embodied import EpisodeGenerator, EpisodeValidator, scene_loader, validation_scenes
 from rlhub.trainer.ppo.graph_step import GraphStep
 from rlhub.trainer.ppo.offline_source import RECORDINGS, RecordingSource, ReplaySource, build_collected
 from rlhub.trainer.ppo.plan import step_graph
@@ -58,7 +60,7 @@ class PPOTrainer:
 
     config: PPOConfig
     run: Run
-    loader: PromptLoader
+    loader: ResumableLoader
     train_step: StepParts
     validation: ValidationSchedule | None
     groups: WorkerGroups
@@ -209,6 +211,10 @@ def build_schedule(
         stack.callback(concurrent.close)
         return stream, concurrent if data.val_batches else None
     by_reference = config.trainer.batches == "reference"
+    if config.env.name is not None:
+        episodes = EpisodeGenerator(groups.rollout, config.actor_rollout_ref.rollout, by_reference)
+        on_scenes = BlockingValidation(EpisodeValidator(scenes=data.val_batches, generator=episodes))
+        return SyncSource(config, data.loader, episodes, groups.weights), on_scenes if data.val_batches else None
     generator = Generator(groups.rollout, config.actor_rollout_ref.rollout, by_reference)
     blocking = BlockingValidation(validator(generator))
     return SyncSource(config, data.loader, generator, groups.weights), blocking if data.val_batches else None
@@ -240,7 +246,8 @@ def policy_roles(
 ) -> dict[str, ClassWithInitArgs]:
     """Returns the roles of actor, rollout and, where it is read, reference: together, or apart on pools of their own."""
     section, trainer = config.actor_rollout_ref, config.trainer
-    scores = config.reward_model.function_weight != 0
+    simulators = config.env if config.env.name is not None else None
+    scores = config.reward_model.function_weight != 0 and simulators is None
     reward = reward_function(config.reward_model, config.custom_reward_function) if scores else None
     own_rollout, own_reference = (is_separate(trainer, role) for role in (ROLLOUT_ROLE, REFERENCE_ROLE))
     serves = is_async(config) or bool(trainer.replay_from)  # what generates, if anything does, is no role of the workers'
@@ -252,10 +259,10 @@ def policy_roles(
     if own_rollout or serves:
         actor = ClassWithInitArgs(ActorWorker, section, runtime, **settings)
     else:
-        actor = ClassWithInitArgs(ActorRolloutRefWorker, section, runtime, reward=reward, **settings)
+        actor = ClassWithInitArgs(ActorRolloutRefWorker, section, runtime, reward=reward, env=simulators, **settings)
     roles = {actor_role(trainer): actor}
     if own_rollout and not serves:
-        roles[ROLLOUT_ROLE] = ClassWithInitArgs(RolloutWorker, section, runtime, reward=reward)
+        roles[ROLLOUT_ROLE] = ClassWithInitArgs(RolloutWorker, section, runtime, reward=reward, env=simulators)
     if needs_reference and own_reference:
         roles[REFERENCE_ROLE] = ClassWithInitArgs(ReferenceWorker, section, runtime)
     return roles
@@ -277,7 +284,7 @@ class PPOData:
     """Holds the driver's data: tokenizer, training prompts and validation batches."""
 
     tokenizer: Any
-    loader: PromptLoader
+    loader: ResumableLoader
     val_batches: Sequence[DataProto]
     total_steps: int
 
@@ -286,6 +293,11 @@ def build_data(config: PPOConfig) -> PPOData:
     """Reads the files; DataError names file, row and column of what is unusable."""
     model, data = config.actor_rollout_ref.model, config.data
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    if config.env.name is not None:
+        scenes = scene_loader(config)
+        steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(scenes)
+        val = validation_scenes(config.env, VALIDATION_ORDINALS)
+        return PPOData(tokenizer=tokenizer, loader=scenes, val_batches=val, total_steps=steps)
     assert data.train_files is not None, "checked when the configuration is loaded"
     dataset = PromptDataset(data, data.train_files, tokenizer, vocab_size=read_vocabulary(model, tokenizer).size)
     loader = PromptLoader(dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, drop_last=True)

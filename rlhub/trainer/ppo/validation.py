@@ -136,7 +136,7 @@ class ValidationSchedule(Protocol):
 class BlockingValidation:
     """Validates while training waits."""
 
-    def __init__(self, validator: Validator) -> None:
+    def __init__(self, validator: Callable[[], ValidationReport]) -> None:
         self.validator = validator
 
     def begin(self, version: int) -> Future[ValidationReport]:

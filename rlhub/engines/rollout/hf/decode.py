@@ -307,12 +307,14 @@ def decode_actions(
     images = torch.stack([image for r in requests if (image := r.images) is not None]).to(device)
     ids, attended = _left_padded([r.prompt_ids for r in requests])
     decode = _one_by_one if vla.decoding == "sequential" else _at_once
-    tokens, log_probs = decode(model, vla, (ids.to(device), attended.to(device), images), noise, params)
+    tokens, log_probs, first = decode(model, vla, (ids.to(device), attended.to(device), images), noise, params)
     if not bool(log_probs.isfinite().all()):
         raise EngineError(NOT_FINITE)
-    rows = zip((tokens + vla.first_bin_id).tolist(), log_probs.tolist(), strict=True)
+    values = policy.values_of(model, vla, first).tolist() if vla.value_head else [None] * len(requests)
+    rows = zip((tokens + vla.first_bin_id).tolist(), log_probs.tolist(), values, strict=True)
     return [
-        Completion(token_ids=ids, log_probs=values if params.log_probs else [], finish_reason="length") for ids, values in rows
+        Completion(token_ids=ids, log_probs=row if params.log_probs else [], finish_reason="length", value=value)
+        for ids, row, value in rows
     ]
 
 
@@ -328,21 +330,23 @@ Call = tuple[Tensor, Tensor, Tensor]
 """Prompts and attention mask (rows, prompt), and images."""
 
 
-def _at_once(model: PreTrainedModel, vla: VLAConfig, call: Call, noise: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Returns bins and log-probs (rows, response) out of one pass."""
+Decoded = tuple[Tensor, Tensor, Tensor]
+"""Bins and log-probs (rows, response), and the hidden state (rows, hidden) at which the first bin was read."""
+
+
+def _at_once(model: PreTrainedModel, vla: VLAConfig, call: Call, noise: Tensor, params: SamplingParams) -> Decoded:
+    """Decodes in one pass."""
     prompts, attended, images = call
     rows, width = noise.shape
     unknown = prompts.new_zeros(rows, width)
     placed = policy.place_tokens(torch.cat([prompts, unknown], 1), torch.cat([attended, unknown], 1), width, vla)
     hidden = policy.hidden_states(model, vla, placed, images)[placed.sources.flatten()]
     tokens, log_probs = sample_tokens(torch.nn.functional.linear(hidden, *policy.bin_head(model, vla)), noise.flatten(), params)
-    return tokens.view(rows, width), log_probs.view(rows, width)
+    return tokens.view(rows, width), log_probs.view(rows, width), hidden.view(rows, width, -1)[:, 0]
 
 
-def _one_by_one(
-    model: PreTrainedModel, vla: VLAConfig, call: Call, noise: Tensor, params: SamplingParams
-) -> tuple[Tensor, Tensor]:
-    """Returns bins and log-probs (rows, response), each token out of a pass that reads the one before."""
+def _one_by_one(model: PreTrainedModel, vla: VLAConfig, call: Call, noise: Tensor, params: SamplingParams) -> Decoded:
+    """Decodes each token in a pass that reads the one before."""
     prompts, attended, images = call
     lengths, cache = attended.sum(1), DynamicCache(config=model.config)
     # The prompt's last token stands where a response of one token is read, so that token is the source.
@@ -352,7 +356,7 @@ def _one_by_one(
     sources = placed.sources.flatten() - torch.arange(len(prompts), device=prompts.device)  # a column less in each row
     placed.input_ids, placed.position_ids = placed.input_ids[:, :longest], placed.position_ids[:, :longest]
     mask = placed.attention_mask = (placed.position_ids < lengths[:, None]).long()
-    hidden = policy.hidden_states(model, vla, placed, images, past_key_values=cache, use_cache=True)[sources]
+    first = hidden = policy.hidden_states(model, vla, placed, images, past_key_values=cache, use_cache=True)[sources]
     found: list[tuple[Tensor, Tensor]] = []
     for number in range(noise.shape[1]):
         logits = torch.nn.functional.linear(hidden, *policy.bin_head(model, vla))
@@ -368,7 +372,7 @@ def _one_by_one(
             )
             hidden = outputs.last_hidden_state[:, -1]
     tokens, log_probs = zip(*found, strict=True)
-    return torch.stack(tokens, 1), torch.stack(log_probs, 1)
+    return torch.stack(tokens, 1), torch.stack(log_probs, 1), first
 
 
 class ActionBatch:

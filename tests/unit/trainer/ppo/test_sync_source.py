@@ -53,6 +53,9 @@ class FakeGenerator:
     def greedy(self, prompts: DataProto) -> DataProto:
         return self._rows("greedy", prompts, 1)
 
+    def metrics(self, batch: DataProto) -> dict[str, float]:
+        return {}
+
     def _rows(self, kind: str, prompts: DataProto, n: int) -> DataProto:
         ordinals = prompts.batch["ordinal"]
         self.asked.append((kind, ordinals.tolist()))

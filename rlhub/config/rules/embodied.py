@@ -1,0 +1,70 @@
+"""The rules of training in simulators (section `env`)."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from rlhub.config.rules import placement
+from rlhub.config.sections.ppo import PPOConfig
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def derive_envs(config: PPOConfig) -> None:
+    """Derives the number of environments of a rank: one for each of its training episodes."""
+    if config.env.name is not None and config.env.num_envs is None:
+        episodes = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+        config.env.num_envs = max(-(-episodes // _rollout_ranks(config)), config.env.stages)
+
+
+def _rollout_ranks(config: PPOConfig) -> int:
+    """Returns the ranks that have simulators."""
+    pool = placement.pool_of(config.trainer, "rollout")
+    return pool.nnodes * pool.n_gpus_per_node
+
+
+def problems(config: PPOConfig) -> list[str]:
+    """Returns the problems of settings that do not fit together; [] without simulators."""
+    env, rollout, scoring = config.env, config.actor_rollout_ref.rollout, config.reward_model
+    if env.name is None:
+        return []
+    policy, given, ranks = config.actor_rollout_ref.model, f"env.name={env.name}", _rollout_ranks(config)
+    assert env.num_envs is not None, "derive first"
+    refused = {
+        f"needs a policy of actions: set actor_rollout_ref.model.vla and {_ROLLOUT}.name=hf": not policy.vla,
+        "reads no prompts: leave data.train_files and data.val_files out, or set env.name=null": bool(
+            config.data.train_files or config.data.val_files
+        ),
+        f"runs with {_ROLLOUT}.mode=sync": rollout.mode != "sync",
+        "gives the rewards itself: set reward_model.enable=false, and no judge or custom_reward_function": bool(
+            scoring.enable or scoring.judge.model.path or config.custom_reward_function.path
+        ),
+        "does not filter groups: set algorithm.filter_groups.enable=false": config.algorithm.filter_groups.enable,
+        "records no batches: set trainer.record_batches=false and trainer.replay_from=null": bool(
+            config.trainer.record_batches or config.trainer.replay_from
+        ),
+        f"env.val_scenes={env.val_scenes} is less than the {ranks} ranks that have simulators; set 0 or at least {ranks}": (
+            0 < env.val_scenes < ranks
+        ),
+        f"env.stages={env.stages} is more than env.num_envs={env.num_envs} of a rank": env.stages > env.num_envs,
+    }
+    return [f"{given}: {text}" for text, holds in refused.items() if holds]
+
+
+def requirement_problems(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
+    """Returns the problems with what the advantage estimator needs.  requires: of its registry row."""
+    name, vla, env = config.algorithm.adv_estimator, config.actor_rollout_ref.model.vla, config.env.name
+    if env is None and "episodes" in requires:
+        return [f"algorithm.adv_estimator={name} needs the episodes of simulators: set env.name"]
+    if env is not None and "episodes" not in requires:
+        known = "set chunk_gae or chunk_grpo"
+        return [f"algorithm.adv_estimator={name}: a row of env.name={env} is one call of an episode, not a response; {known}"]
+    found = []
+    if env is not None and "values" in requires:
+        if not vla.get("value_head"):
+            found.append(f"algorithm.adv_estimator={name} needs values: set actor_rollout_ref.model.vla.value_head=true")
+        if not config.actor_rollout_ref.actor.value_loss_coef:
+            found.append(f"algorithm.adv_estimator={name} needs values: set actor_rollout_ref.actor.value_loss_coef above 0")
+        if config.algorithm.rollout_correction.bypass_mode:
+            found.append(f"algorithm.adv_estimator={name} needs algorithm.rollout_correction.bypass_mode=false")
+    return found

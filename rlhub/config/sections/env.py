@@ -1,0 +1,32 @@
+"""Section `env`: simulators that act in lock-step, in which a vision-language-action policy is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlhub.config.schema import NonNegativeInt, PositiveInt
+
+
+@dataclass(slots=True, kw_only=True)
+class EnvConfig:
+    name: str | None = None
+    """Simulator whose episodes train the policy (model.vla): reach_color, gymnasium_vector, module:name or path/to/file.py:name;
+    null: the policy answers the prompts of data.train_files. A step has data.train_batch_size scenes, with rollout.n episodes
+    from each."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the simulator, by its own names."""
+    manager: dict[str, Any] = field(default_factory=dict)
+    """How the processes of the simulators run, by the names of EnvManagerOptions (rlhub/envs/vector/manager.py), for example
+    {processes: 4, timeout_s: 60, python: /path/to/python, affinity: cores}."""
+    num_envs: PositiveInt | None = None
+    """Environments of each rank; further episodes begin where others have ended. null: one for each of its episodes."""
+    stages: PositiveInt = 1
+    """Parts of a rank's environments; with 2, one part is simulated while the policy chooses the actions of the other."""
+    scenes: Literal["seeds", "fixed"] = "seeds"
+    """Starts of training episodes: seeds drawn from data.seed, or the environment's own fixed initial states."""
+    num_scenes: PositiveInt = 65536
+    """Number of these starts, which make an epoch."""
+    val_scenes: NonNegativeInt = 0
+    """Fixed initial states, from the first, on which the policy is validated with rollout.val_kwargs (greedy unless said
+    otherwise); 0: no validation."""

@@ -1,0 +1,170 @@
+"""Training in simulators as the driver sees it: the scenes that episodes begin with, episodes instead of answers, and validation.
+
+A step has data.train_batch_size scenes of rollout.n episodes each; a row of its batch is one call of the policy, so the number of
+rows differs from step to step.  Pictures and tokens stay with the ranks; the driver reads one number a call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rlhub.config.sections.env import EnvConfig
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
+from rlhub.data.order import ResumableLoader
+from rlhub.data.prompts import fingerprint_of
+from rlhub.errors import ConfigError
+from rlhub.protocol import Batch, BatchRef, DataProto
+from rlhub.single_controller import WorkerGroup
+from rlhub.trainer.ppo.validation import ValidationReport
+from rlhub.utils.seeding import sample_seed
+
+Z_95 = 1.959964
+"""The quantile of the normal distribution for an interval of 95 %."""
+
+
+class SceneData:
+    """The starts of episodes: seeds, or the environment's fixed initial states."""
+
+    def __init__(self, size: int, seed: int, *, fixed: bool) -> None:
+        self.size, self.seed, self.fixed = size, seed, fixed
+        self.fingerprint = fingerprint_of([size, seed, fixed])
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, indices: np.ndarray) -> DataProto:
+        """Returns those rows: `seed` of the environment, and `initial`, the fixed initial state, -1 for one drawn from the seed;
+        (rows,) int64."""
+        seeds = [sample_seed(self.seed, index, 0) for index in indices.tolist()]
+        initial = torch.from_numpy(np.asarray(indices, np.int64)) if self.fixed else torch.full((len(indices),), -1)
+        return DataProto.from_dict({"seed": torch.tensor(seeds), "initial": initial})
+
+
+def scene_loader(config: PPOConfig) -> ResumableLoader:
+    """Returns the scenes of training, in a resumable order."""
+    data, env = config.data, config.env
+    scenes = SceneData(env.num_scenes, data.seed, fixed=env.scenes == "fixed")
+    return ResumableLoader(scenes, data.train_batch_size, seed=data.seed, shuffle=data.shuffle)
+
+
+def validation_scenes(env: EnvConfig, first_ordinal: int) -> list[DataProto]:
+    """Returns the scenes of validation as one batch: the fixed initial states, from the first; [] for no validation."""
+    if not env.val_scenes:
+        return []
+    loader = ResumableLoader(SceneData(env.val_scenes, 0, fixed=True), env.val_scenes, shuffle=False)
+    (batch,) = loader
+    batch.batch["ordinal"] = batch.batch["ordinal"] + first_ordinal
+    return [batch]
+
+
+@dataclass(slots=True)
+class EpisodeGenerator:
+    """Runs episodes in the simulators of the rollout's ranks, with the weights that they have."""
+
+    rollout: WorkerGroup
+    config: RolloutConfig
+    by_reference: bool = False
+    _numbers: Iterator[int] = field(init=False, default_factory=itertools.count)
+
+    def training(self, scenes: DataProto) -> Batch:
+        """Returns the calls of n episodes from each scene, with their log-probs."""
+        config = self.config
+        sampling = ValSamplingConfig(
+            n=config.n, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, do_sample=True
+        )
+        return self._run(scenes, sampling, "episodes", log_probs=True)
+
+    def greedy(self, scenes: DataProto) -> Batch:
+        """Raises ConfigError: no estimator compares episodes with greedy ones."""
+        raise ConfigError("the advantage estimator compares with greedy responses, which env.name does not give")
+
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        """Returns the success rate and the mean return of a step's episodes."""
+        return EpisodeOutcomes.of(batch).metrics("rollout")
+
+    def validation(self, scenes: DataProto) -> Batch:
+        """Returns the calls of val_kwargs' episodes from each scene."""
+        return self._run(scenes, self.config.val_kwargs, "validation", log_probs=False)
+
+    def _run(self, scenes: DataProto, sampling: ValSamplingConfig, purpose: str, *, log_probs: bool) -> Batch:
+        request = scenes.select(batch_keys=["seed", "initial", "ordinal"], meta_info_keys=[])
+        request.batch["uid"] = torch.arange(len(scenes))
+        request.meta_info.update(
+            n=sampling.n,
+            temperature=sampling.temperature if sampling.do_sample else 0.0,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            log_probs=log_probs,
+        )
+        method = self.rollout.run_episodes
+        episodes: Batch = (method.retain(key=f"{purpose}-{next(self._numbers)}") if self.by_reference else method)(request)
+        episodes.meta_info.clear()
+        return episodes
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class EpisodeOutcomes:
+    """The outcomes of episodes, each (episodes,): the sum of the rewards, whether the task was solved, the number of calls, and
+    whether the episode was lost with its environment."""
+
+    returns: np.ndarray
+    success: np.ndarray
+    calls: np.ndarray
+    lost: np.ndarray
+
+    @classmethod
+    def of(cls, batch: Batch) -> EpisodeOutcomes:
+        """Returns the outcomes of a batch of calls."""
+        names = ("episode", "scores", "success", "lost")
+        episode, scores, success, lost = (batch.batch[name].numpy() for name in names)
+        _, place = np.unique(episode, return_inverse=True)
+        count = int(place.max()) + 1
+        sums = [np.bincount(place, column.astype(np.float64), count) for column in (scores, success, lost)]
+        return cls(returns=sums[0], success=sums[1] > 0, calls=np.bincount(place, minlength=count), lost=sums[2] > 0)
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Returns means over the episodes that were not lost, and the number of those that were."""
+        kept = ~self.lost
+        found = {f"{prefix}/lost_episodes": float(self.lost.sum())}
+        if kept.any():
+            found[f"{prefix}/success"] = float(self.success[kept].mean())
+            found[f"{prefix}/return"] = float(self.returns[kept].mean())
+            found[f"{prefix}/calls"] = float(self.calls[kept].mean())
+        return found
+
+
+def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float, float]:
+    """Returns the score interval of a success rate (Wilson 1927, Journal of the American Statistical Association 22)."""
+    share, weight = successes / trials, z * z / trials
+    centre = (share + weight / 2) / (1 + weight)
+    half = z * math.sqrt(share * (1 - share) / trials + weight / (4 * trials)) / (1 + weight)
+    return centre - half, centre + half
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeValidator:
+    """Validates the policy on fixed scenes: the success rate with its interval of 95 %, and the mean return."""
+
+    scenes: Sequence[DataProto]
+    generator: EpisodeGenerator
+
+    def __call__(self) -> ValidationReport:
+        """Evaluates the current policy."""
+        metrics: dict[str, float] = {}
+        for scenes in self.scenes:
+            batch = self.generator.validation(scenes)
+            outcomes = EpisodeOutcomes.of(batch)
+            metrics = outcomes.metrics("val")
+            kept = ~outcomes.lost
+            low, high = wilson_interval(int(outcomes.success[kept].sum()), max(int(kept.sum()), 1))
+            metrics |= {"val/success_low": low, "val/success_high": high, "val/num_episodes": float(kept.sum())}
+            if isinstance(batch, BatchRef):
+                batch.drop()
+        return ValidationReport(metrics=metrics)
