@@ -158,7 +158,8 @@ def advantage_inputs(
             f"the batch has no column {', '.join(missing)}, which adv_estimator={estimator} reads; let the source of the batch "
             "add it, or choose another estimator"
         )
-    group = own_group_when_invalid(columns["uid"], valid, columns["sample_index"])
+    samples = columns.get("episode_id", columns["sample_index"])
+    group = own_group_when_invalid(columns["uid"], valid, samples)
     return AdvantageInputs(
         token_level_rewards=rewards,
         response_mask=scored,
@@ -184,9 +185,12 @@ def reward_components(columns: Columns) -> dict[str, Tensor]:
     return {name.removeprefix(COMPONENT): column for name, column in columns.items() if name.startswith(COMPONENT)}
 
 
-def own_group_when_invalid(uid: Tensor, valid: Tensor, sample_index: Tensor) -> Tensor:
-    """Returns group ids (rows,), where a sample without a valid score is a group of its own and moves nobody's baseline."""
-    return torch.where(valid, uid, -1 - sample_index)
+def own_group_when_invalid(uid: Tensor, valid: Tensor, samples: Tensor) -> Tensor:
+    """Returns group ids (rows,), where a sample without a valid score is a group of its own and moves nobody's baseline.
+
+    samples: (rows,) int64, the number of each row's sample.
+    """
+    return torch.where(valid, uid, -1 - samples)
 
 
 def estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
