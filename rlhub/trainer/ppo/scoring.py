@@ -151,6 +151,8 @@ class Scorer:
         tensors = batch.batch
         if "scores" in tensors.keys():
             own = {name: tensors[name] for name in ("scores", "valid")}
+            if self.metric is not None:
+                own[SIGNAL] = tensors.get(f"{COMPONENT}{self.metric}", tensors["scores"]).double()
             return lambda: (own, {})
         pending = start_scoring(self.reward, batch)
         tools = {name: tensors[name] for name in (ADDED, "response_mask") if ADDED in tensors.keys()}

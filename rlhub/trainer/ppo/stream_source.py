@@ -65,7 +65,7 @@ ROLLOUTS_FILE = "rollouts.json"
 """In a checkpoint's folder: prompts that have been drawn and have not ended."""
 
 MAY_TRAIN = "may_train"
-"""Column (rows,) bool: false for a sample whose tokens are all beyond the bound on staleness."""
+"""Column (rows,) bool: false for the rows of a sample whose tokens are all beyond the bound on staleness."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +128,8 @@ class StreamSource:
             groups, samples = self._taken(step)
         self.log.take(step, [group.ordinal for group in groups])
         counters = self.executor.metrics_soon()
-        samples.batch.batch[MAY_TRAIN] = torch.tensor([valid for group in groups for valid in group.valid])
+        may_train = of_rows(groups, [valid for group in groups for valid in group.valid])
+        samples.batch.batch[MAY_TRAIN] = torch.tensor(may_train)
         self.metrics = self._measure(counters.result()) | episode_metrics(groups)
         return samples
 
