@@ -1,4 +1,4 @@
-"""However an episode is cut into rows, each of its tokens has the advantage that it has in one row, and the episode counts once."""
+"""However an episode is cut into rows, each of its tokens has the advantage that it has in one row; the episode counts once."""
 
 from __future__ import annotations
 

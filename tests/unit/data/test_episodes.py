@@ -15,9 +15,9 @@ from recipes.tiny_smolvlm import build_tokenizer
 from rlhub.config.sections.vla import VLAConfig
 from rlhub.data.episodes import (
     ActionTokenizer,
-    RecordedEpisode,
     EpisodeDataset,
     EpisodeReader,
+    RecordedEpisode,
     prompts_with_images,
     write_episodes,
 )
