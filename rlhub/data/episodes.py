@@ -120,12 +120,13 @@ def _columns(episode: RecordedEpisode) -> tuple[dict[str, Any], dict[str, Any]]:
             raise DataError(
                 f"camera {camera!r} has {frames.dtype} {frames.shape}; {count} frames of uint8 (height, width, 3) are needed"
             )
-        columns[IMAGES + camera] = [{"bytes": _png(frame), "path": None} for frame in frames]
+        columns[IMAGES + camera] = [{"bytes": png(frame), "path": None} for frame in frames]
         features[IMAGES + camera] = {"dtype": "image", "shape": [3, *map(int, frames.shape[1:3])], "names": ["c", "h", "w"]}
     return columns, features
 
 
-def _png(frame: NDArray[np.uint8]) -> bytes:
+def png(frame: NDArray[np.uint8]) -> bytes:
+    """Returns a picture (height, width, 3) as the bytes of a PNG file."""
     from PIL import Image  # only jobs with pictures need it
 
     out = io.BytesIO()

@@ -181,6 +181,8 @@ class Column:
 COLUMNS = (
     Column(title="val pass@1", metrics=("val/pass@1",), form="{:.3f}"),
     Column(title="val loss", metrics=("val/loss",), form="{:.3f}"),
+    Column(title="val success", metrics=("val/success",), form="{:.3f}"),
+    Column(title="success", metrics=("rollout/success",), form="{:.3f}"),
     Column(title="reward", metrics=("reward/mean", "critic/score/mean"), form="{:.3f}"),
     Column(title="loss", metrics=("actor/pg_loss", "train/loss", "loss"), form="{:.4f}"),
     Column(title="length", metrics=("response_length/mean",), form="{:.1f}"),

@@ -36,6 +36,7 @@ STEP_TIME = "timing_s/step"
 STALENESS_SHARE = "staleness/share_"  # begins the metrics that say which share of a step's samples is how many versions behind
 GRAPH_NODE = re.compile(r"""(?P<node><g data-node=(?P<q>["'])(?P<name>.*?)(?P=q)>.*?)</text></g>""", re.DOTALL)
 """A node in graph.svg; its last text ends the group."""
+BASE64 = re.compile(r"[A-Za-z0-9+/=]+")
 GRAPH_NOTE = '<p class="note">The mean seconds of each node; those of nodes that run at the same time overlap.</p>'
 GANTT_NOTE = "What ran when, a row for each role, replica or thread; trace.json has more of it, for ui.perfetto.dev."
 CURVES_NOTE = (
@@ -59,6 +60,8 @@ PANELS = (
     Panel(title="Validation", pattern=r"val/(pass@\d+|accuracy)", zero=True, smooth=False),
     Panel(title="Validation by data source", pattern=r"val/(.+/pass@1|pass@1/.+)", zero=True, smooth=False, at_least=2),
     Panel(title="Validation: mean, best and majority", pattern=r"val-core/.+/(mean|best|maj)@\d+(/mean)?", smooth=False),
+    Panel(title="Validation: success, with its 95 % interval", pattern=r"val/success(_low|_high)?", zero=True, smooth=False),
+    Panel(title="Success of the episodes that train", pattern=r"rollout/success", zero=True),
     Panel(title="Reward", pattern=r"reward/mean"),
     Panel(title="Loss", pattern=r"((train|sft|val)/)?loss"),
     Panel(title="Response length (tokens)", pattern=r"response_length/mean", zero=True),
@@ -91,6 +94,7 @@ class Tile:
 
 TILES = (
     Tile(title="Validation pass@1", metric="val/pass@1", better=1),
+    Tile(title="Validation success", metric="val/success", better=1),
     Tile(title="Mean reward", metric="reward/mean", better=1),
     Tile(title="Loss", metric="train/loss", better=-1),
     Tile(title="Response length", metric="response_length/mean"),
@@ -326,9 +330,14 @@ def _sample(row: GenerationRow) -> str:
     for label, text in (("truth", row.ground_truth), ("source", row.data_source), ("ended by", row.finish_reason)):
         if text:
             chips.append(f'<span class="chip">{label} {escape(_cut(text, 80))}</span>')
+    film = row.extra.get("film")
+    if isinstance(film, str) and BASE64.fullmatch(film):
+        picture = f'<img class="film" alt="what the policy saw" src="data:image/png;base64,{film}">'
+    else:
+        picture = ""
     return (
         f'<div class="sample"><div class="chips">{"".join(chips)}</div><h4>Prompt</h4><pre>{escape(_cut(row.prompt))}</pre>'
-        f"<h4>Response</h4><pre>{escape(_cut(row.response)) or '(empty)'}</pre></div>"
+        f"<h4>Response</h4><pre>{escape(_cut(row.response)) or '(empty)'}</pre>{picture}</div>"
     )
 
 

@@ -381,6 +381,7 @@ details>summary{cursor:pointer;padding:9px 14px;font-weight:550}details.card{mar
 details.plain>summary{padding-left:0}
 .charts.wide{grid-template-columns:repeat(auto-fill,minmax(min(500px,100%),1fr))}td:first-child{overflow-wrap:anywhere}
 td:not(:first-child),th{white-space:nowrap}
+.film{display:block;width:100%;max-width:640px;image-rendering:pixelated;margin-top:8px}
 .samples{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(420px,100%),1fr))}.sample{padding:12px 16px;
 border-top:1px solid var(--line);min-width:0}.sample h4{font-size:12px;margin:8px 0 2px;color:var(--soft);font-weight:550}
 pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}

@@ -6,10 +6,12 @@ rows differs from step to step.  Pictures and tokens stay with the ranks; the dr
 
 from __future__ import annotations
 
+import base64
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +19,14 @@ import torch
 from rlhub.config.sections.env import EnvConfig
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
+from rlhub.data.episodes import png
 from rlhub.data.order import ResumableLoader
 from rlhub.data.prompts import fingerprint_of
 from rlhub.errors import ConfigError
 from rlhub.protocol import Batch, BatchRef, DataProto
+from rlhub.rewards.rows import rows_here
 from rlhub.single_controller import WorkerGroup
+from rlhub.tracking.tracker import GenerationRow
 from rlhub.trainer.ppo.validation import ValidationReport
 from rlhub.utils.seeding import sample_seed
 
@@ -150,14 +155,20 @@ def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeValidator:
-    """Validates the policy on fixed scenes: the success rate with its interval of 95 %, and the mean return."""
+    """Validates the policy on fixed scenes: the success rate with its interval of 95 %, and the mean return.
+
+    num_shown: films of the first episodes that succeed and that fail; 0 for none.
+    """
 
     scenes: Sequence[DataProto]
     generator: EpisodeGenerator
+    tokenizer: Any
+    num_shown: int = 0
 
     def __call__(self) -> ValidationReport:
         """Evaluates the current policy."""
         metrics: dict[str, float] = {}
+        films: list[GenerationRow] = []
         for scenes in self.scenes:
             batch = self.generator.validation(scenes)
             outcomes = EpisodeOutcomes.of(batch)
@@ -165,6 +176,26 @@ class EpisodeValidator:
             kept = ~outcomes.lost
             low, high = wilson_interval(int(outcomes.success[kept].sum()), max(int(kept.sum()), 1))
             metrics |= {"val/success_low": low, "val/success_high": high, "val/num_episodes": float(kept.sum())}
+            ordered = [np.flatnonzero(kept & (outcomes.success == solved)).tolist() for solved in (True, False)]
+            shown = [number for pair in itertools.zip_longest(*ordered) for number in pair if number is not None]
+            films += [self._film(batch, outcomes, number) for number in shown[: self.num_shown]]
             if isinstance(batch, BatchRef):
                 batch.drop()
-        return ValidationReport(metrics=metrics)
+        return ValidationReport(metrics=metrics, samples=films)
+
+    def _film(self, batch: Batch, outcomes: EpisodeOutcomes, number: int) -> GenerationRow:
+        """Returns an episode as people see it: the pictures that the policy read, a column a call and a row a camera."""
+        episode, solved = batch.batch["episode"].numpy(), bool(outcomes.success[number])
+        rows = np.flatnonzero(episode == np.unique(episode)[number]).tolist()
+        shown = rows_here(batch.select_idxs(rows).select(["input_ids", "attention_mask", "pixel_values"], [], []))
+        pixels = shown.batch["pixel_values"]  # (calls, cameras, 3, height, width)
+        film = pixels.permute(1, 3, 0, 4, 2).flatten(2, 3).flatten(0, 1).numpy()
+        start = int(shown.batch["attention_mask"][0].argmax())
+        prompt = shown.batch["input_ids"][0][start : start + int(batch.batch["prompt_length"][rows[0]])]
+        return GenerationRow(
+            prompt=self.tokenizer.decode(prompt, skip_special_tokens=True),
+            response=f"{len(rows)} calls of the policy, {'solved' if solved else 'not solved'}",
+            score=float(outcomes.returns[number]),
+            finish_reason="success" if solved else "failure",
+            extra={"film": base64.b64encode(png(film)).decode()},
+        )

@@ -99,19 +99,22 @@ class StepParts(ABC):
         num_tokens, num_response_tokens = row_lengths(batch).sum().item(), batch.batch["response_length"].sum().item()
         return timing_per_token(self.timers.so_far(), num_tokens, num_response_tokens)
 
+    def _rows_per_mini_batch(self, batch: Batch) -> int:
+        """Returns the rows of an optimizer step; of episodes, which have as many rows as calls, an equal part of the batch."""
+        if "episode" in names_of(batch):
+            return -(-len(batch) // num_mini_batches(self.config))
+        return self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+
     def deal_rows(self, batch: Batch, step: int) -> Batch:
         """Fixes the mini-batches, and deals their rows to the ranks so that each rank of actor and critic has a part of each.
 
         Returns the batch: by reference, the rows are with their ranks now.
         """
         actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
-        rows_per_mini_batch = actor.ppo_mini_batch_size * num_samples
-        if "episode" in names_of(batch):  # as many rows as its calls, so the mini-batches are that many equal parts of the batch
-            rows_per_mini_batch = -(-len(batch) // num_mini_batches(self.config))
         critic_ranks = self.critic.mesh("critic").dp_size if self.critic is not None else 1
         arrange(
             batch,
-            rows_per_mini_batch=rows_per_mini_batch,
+            rows_per_mini_batch=self._rows_per_mini_batch(batch),
             num_ranks=math.lcm(self.actor.mesh("actor").dp_size, critic_ranks),
             balance=self.config.trainer.balance_batch,
             shuffle_seed=self.config.trainer.seed * 1_000_003 + step if actor.shuffle else None,

@@ -213,7 +213,14 @@ def build_schedule(
     by_reference = config.trainer.batches == "reference"
     if config.env.name is not None:
         episodes = EpisodeGenerator(groups.rollout, config.actor_rollout_ref.rollout, by_reference)
-        on_scenes = BlockingValidation(EpisodeValidator(scenes=data.val_batches, generator=episodes))
+        on_scenes = BlockingValidation(
+            EpisodeValidator(
+                scenes=data.val_batches,
+                generator=episodes,
+                tokenizer=data.tokenizer,
+                num_shown=config.trainer.log_val_generations,
+            )
+        )
         return SyncSource(config, data.loader, episodes, groups.weights), on_scenes if data.val_batches else None
     generator = Generator(groups.rollout, config.actor_rollout_ref.rollout, by_reference)
     blocking = BlockingValidation(validator(generator))
