@@ -91,19 +91,16 @@ class RequestCancelled:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EpisodeEnded:
-    """The last message of an episode whose tokens do not stay here; else that is a TrajectoryRef, or an Episode of several.
-    rejected: the reason if it raised Reject."""
+    """The last message of an episode whose tokens do not stay here, or that has several trajectories; else that is a
+    TrajectoryRef.  rejected: the reason if it raised Reject."""
 
     trajectory: Sampled | None = None
     rejected: str | None = None
 
 
-LastMessage = EpisodeEnded | TrajectoryRef | Episode
-"""The message with which an episode ends."""
+Message = CompletionRequest | PlaceRequest | EnvironmentRequest | RequestCancelled | EpisodeEnded | TrajectoryRef
 
-Message = CompletionRequest | PlaceRequest | EnvironmentRequest | RequestCancelled | LastMessage
-
-SentMessage = CompletionRequest | tuple[int, int, str] | EnvironmentRequest | RequestCancelled | LastMessage
+SentMessage = CompletionRequest | tuple[int, int, str] | EnvironmentRequest | RequestCancelled | EpisodeEnded | TrajectoryRef
 """A Message on its way; a PlaceRequest is a tuple, because the name of its class is longer than all else in it."""
 
 _CURRENT: ContextVar[_Episode] = ContextVar("rlhub_episode")
@@ -158,7 +155,7 @@ class EpisodeActor:
         if episode is None:
             raise WorkflowError(f"no session {session} runs here: it has ended or was cancelled")
         message = await episode.messages.get()
-        if isinstance(message, LastMessage | Exception):
+        if isinstance(message, EpisodeEnded | TrajectoryRef | Exception):
             self._episodes.pop(session, None)
         if isinstance(message, Exception):
             raise message
@@ -235,10 +232,12 @@ class EpisodeActor:
 
     async def _run(self, episode: _Episode, key: WorkflowKey, data: EpisodeData, kept_as: str) -> None:
         _CURRENT.set(episode)
-        end: LastMessage | Exception
+        end: EpisodeEnded | TrajectoryRef | Exception
         try:
             trajectory = await self._workflow(key).arun_episode(episode, data)
-            if kept_as and isinstance(trajectory, Trajectory | Episode) and not episode.unwanted:
+            if kept_as and isinstance(trajectory, Episode) and not episode.unwanted:
+                trajectory = self._kept.keep_episode(kept_as, trajectory)
+            if kept_as and isinstance(trajectory, Trajectory) and not episode.unwanted:
                 end = self._kept.keep(kept_as, trajectory)
             else:
                 assert not isinstance(trajectory, TrajectoryRef), "only the store makes these"

@@ -145,7 +145,7 @@ class Holders:
             moved |= {(file["home"], old): (home, new) for old, new in zip(file["keys"], keys, strict=True)}
         return moved
 
-    def adopt(self, trajectory: Trajectory) -> TrajectoryRef | Episode:
+    def adopt(self, trajectory: Trajectory) -> TrajectoryRef:
         """Keeps the tokens of a trajectory of a checkpoint, which the driver has read."""
         return self.own.keep(f"{_RESUMED}{next(self._adopted)}", trajectory)
 
@@ -246,9 +246,10 @@ class KeepingWorkflow(RolloutWorkflow):
                     self._run_here(f"no episode actor can build it ({error})")
         assert self._inner is not None, "built a moment ago"
         result = await self._inner.arun_episode(engine, data)
-        if not isinstance(result, Trajectory | Episode):
-            return result
-        return self._store.keep(f"{data.session}/{next(self._runs)}", result)
+        key = f"{data.session}/{next(self._runs)}"
+        if isinstance(result, Episode):
+            return self._store.keep_episode(key, result)
+        return self._store.keep(key, result) if isinstance(result, Trajectory) else result
 
     def _run_here(self, why: str) -> None:
         self._inner = self._build()

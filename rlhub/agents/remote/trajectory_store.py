@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlhub.agents.trajectory import NOT_SAMPLED, Episode, Trajectory, TrajectoryRef, last_written, moved_inside, rows_of
+from rlhub.agents.trajectory import NOT_SAMPLED, Episode, Trajectory, TrajectoryRef, last_written, moved_inside
 from rlhub.checkpoint.files import FileEntry, RawTensor, write_safetensors
 from rlhub.errors import WorkflowError
 from rlhub.protocol import ColumnStore, DataProto
@@ -80,24 +80,25 @@ class TrajectoryStore:
         self._store = ColumnStore()
         self._names: dict[str, frozenset[str]] = {}
 
-    def keep(self, key: str, result: Trajectory | Episode) -> TrajectoryRef | Episode:
-        """Takes the tokens of an episode that has ended.  Raises ValueError or WorkflowError for one that cannot be trained.
+    def keep(self, key: str, trajectory: Trajectory) -> TrajectoryRef:
+        """Takes the tokens of an episode that has ended.  Raises ValueError or WorkflowError for one that cannot be trained."""
+        trajectory.check()
+        columns = columns_of(trajectory)
+        self._check(key, columns)
+        self._put(key, columns)
+        return TrajectoryRef.of(trajectory, self.home, key)
 
-        The trajectories of an episode of several are rows `key.0`, `key.1` and so on.
-        """
-        result.check()
-        rows = [row for row in rows_of(result) if isinstance(row, Trajectory)]
-        columns = [columns_of(row) for row in rows]
-        keys = [f"{key}.{number}" for number in range(len(rows))] if isinstance(result, Episode) else [key]
-        for one, found in zip(keys, columns, strict=True):
-            self._check(one, found)
-        for one, found in zip(keys, columns, strict=True):
-            self._put(one, found)
-        refs = [TrajectoryRef.of(row, self.home, one) for row, one in zip(rows, keys, strict=True)]
-        return Episode(trajectories=refs, metrics=result.metrics) if isinstance(result, Episode) else refs[0]
+    def keep_episode(self, key: str, episode: Episode) -> Episode:
+        """Takes the tokens of an episode of several trajectories as rows `key.0`, `key.1` and so on.  Raises what `keep` does."""
+        episode.check()
+        whole = [row for row in episode.trajectories if isinstance(row, Trajectory)]
+        for number, row in enumerate(whole):  # before any is taken: none of a bad episode stays
+            self._check(f"{key}.{number}", columns_of(row))
+        refs = [self.keep(f"{key}.{number}", row) for number, row in enumerate(whole)]
+        return Episode(trajectories=refs, metrics=episode.metrics)
 
     def forget(self, key: str) -> None:
-        """Drops the rows that `keep` took under this key, if there are any."""
+        """Drops the rows that `keep` or `keep_episode` took under this key, if there are any."""
         self.drop([name for name in self._names if name == key or name.rpartition(".")[0] == key])
 
     def _put(self, key: str, columns: Mapping[str, Tensor]) -> None:

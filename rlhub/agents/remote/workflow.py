@@ -24,13 +24,12 @@ from rlhub.agents.remote.episode_actor import (
     EpisodeActorSettings,
     EpisodeEnded,
     EpisodeStart,
-    LastMessage,
     PlaceRequest,
     RequestCancelled,
     WorkflowKey,
 )
 from rlhub.agents.remote.streaming import extend
-from rlhub.agents.trajectory import Episode, Sampled, TrajectoryRef, rows_of
+from rlhub.agents.trajectory import Sampled, TrajectoryRef, rows_of
 from rlhub.agents.workflows.base import (
     EpisodeData,
     EpisodeEngine,
@@ -193,7 +192,7 @@ class EpisodeRun:
         message = await self._receive("begin", prompt, start)
         while True:
             match message:
-                case (TrajectoryRef() | Episode()) as kept:
+                case TrajectoryRef() as kept:
                     return kept
                 case EpisodeEnded(rejected=None, trajectory=trajectory):
                     return trajectory
@@ -226,7 +225,7 @@ class EpisodeRun:
         except WorkerError:
             self.over = True
             raise
-        self.over = isinstance(message, LastMessage)
+        self.over = isinstance(message, EpisodeEnded | TrajectoryRef)
         return PlaceRequest(*message) if type(message) is tuple else message
 
     async def _serve(self, request: CompletionRequest | PlaceRequest | EnvironmentRequest) -> None:

@@ -239,7 +239,7 @@ def test_the_baseline_of_a_prompt_is_that_of_all_of_its_rows() -> None:
 def test_an_episode_of_several_rows_is_what_a_checkpoint_holds() -> None:
     one = group(4, 2, 3)
     one.trajectories = [several((3, "a", 1.0), (2, "b", 0.5)), one.trajectories[1]]
-    kept = TrajectoryStore("here").keep("4-0/1", one.trajectories[0])
+    kept = TrajectoryStore("here").keep_episode("4-0/1", one.trajectories[0])
     one.baseline = kept
     assert Group.from_json(json.loads(json.dumps(one.to_json())), one.item) == one
     assert [row.key for row in kept.trajectories] == ["4-0/1.0", "4-0/1.1"]  # type: ignore[union-attr]
