@@ -20,6 +20,7 @@ from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingPa
 from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import BatchRef, DataProto
 from rlhub.rollout_service.executor.batches import keep_nothing
+from rlhub.rollout_service.executor.episode_groups import Group
 from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.single_controller import WorkerGroup
@@ -95,7 +96,7 @@ class Stream:
 
     def step(self, step: int) -> list[tuple[int, list[int], list[bool], list[float]]]:
         """Goes through a training step; returns each row's ordinal, tokens, mask and log-probs."""
-        self.settle()  # else which groups a step takes depends on which process was faster
+        self.settle()
         self.source.publish()
         batch = self.source.sample(self.prompts, step).batch
         assert isinstance(batch, BatchRef) == (self.holders is not None)
@@ -191,6 +192,13 @@ def streaming(
             ranks=ranks,
         )
         stream = Stream(source, holders, pool, source.loader.endless())
+        take = executor.next_groups
+
+        def next_groups(*args: Any, **kwargs: Any) -> list[Group]:
+            stream.settle()  # else which groups a step takes depends on which process was faster
+            return take(*args, **kwargs)
+
+        executor.next_groups = next_groups  # type: ignore[method-assign]
         if pool is not None:
             stream.on_loop(pool.start())
             pool.on_lost = executor.lost
