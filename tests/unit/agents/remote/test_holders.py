@@ -83,6 +83,8 @@ def test_columns_of_episodes_are_the_same_by_reference(tmp_path: Path, ranks: Wo
             found.append({name: rows.batch[name].tolist() for name in names})
             found[-1]["rewards"] = rows.batch["token_level_scores"].sum(1).tolist()
             assert stream.source.metrics["episode/branches"] == len(rows) / (BATCH * SAMPLES)
+            if isinstance(batch, BatchRef):
+                batch.drop()
     assert found[0] == found[1] and found[0]["rewards"] == found[0]["scores"]
     assert sorted(set(found[0]["episode_id"])) == list(range(BATCH * SAMPLES))
     compared = set(zip(found[0]["uid"], found[0]["ordinal"], [score > 0 for score in found[0]["scores"]], strict=True))
