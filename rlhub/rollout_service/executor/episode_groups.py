@@ -7,9 +7,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rlhub.agents.partials import TrackedEngine, sample_state
-from rlhub.agents.trajectory import Row, Sampled, Trajectory, TrajectoryRef, rows_of, sampled_of
-from rlhub.agents.workflows.base import RolloutWorkflow
+from rlhub.agents.trajectory import Episode, Row, Sampled, Trajectory, TrajectoryRef, rows_of, sampled_of
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
+from rlhub.engines.rollout.base import Completion
+from rlhub.utils.seeding import sample_seed
 
+ATTEMPT = 3
+"""Purpose that keeps the seeds of an episode's further attempts apart from those of its turns and answers."""
 StalePolicy = Literal["drop", "mask", "correct"]
 """The handling of a group with tokens older than the bound: it is dropped, trained without these tokens, or trained with the
 rollout correction."""
@@ -105,13 +109,18 @@ class Group:
 @dataclass(slots=True)
 class GroupInWork:
     """A group whose episodes run.  workflows: one per episode.  trajectories: of the episodes that have ended.  engines: one per
-    episode, with the tokens written so far.  group: the complete group, while it is scored."""
+    episode, with the tokens written so far.  attempts: of each episode, how often it failed.  group: the complete group, while it
+    is scored."""
 
     item: PromptItem
     workflows: Sequence[RolloutWorkflow]
     trajectories: list[Sampled | None]
-    engines: list[TrackedEngine]
+    engines: list[TrackedEngine] = field(default_factory=list)
+    attempts: list[int] = field(default_factory=list)
     group: Group | None = None
+
+    def __post_init__(self) -> None:
+        self.attempts = self.attempts or [0] * len(self.trajectories)
 
     @property
     def missing(self) -> list[int]:
@@ -120,9 +129,30 @@ class GroupInWork:
 
     def state(self) -> dict[str, Any]:
         """Returns the JSON-able state of all samples."""
-        pairs = zip(self.trajectories, self.engines, strict=True)
-        samples = [sample_state(trajectory, engine.written) for trajectory, engine in pairs]
+        pairs = zip(self.trajectories, self.engines, self.attempts, strict=True)
+        samples = [sample_state(trajectory, engine.written) | {"attempt": attempt} for trajectory, engine, attempt in pairs]
         return {"ordinal": self.item.ordinal, "samples": samples}
+
+
+def episode_data(run_seed: int, item: PromptItem, sample: int, partial: Completion | None, attempt: int = 0) -> EpisodeData:
+    """Returns what an episode of a prompt starts from.  attempt: how often it failed before; each attempt has its own seed."""
+    seed = sample_seed(run_seed, item.ordinal, sample)
+    return EpisodeData(
+        prompt_ids=item.prompt_ids,
+        ordinal=item.ordinal,
+        sample=sample,
+        seed=sample_seed(seed, attempt, ATTEMPT) if attempt else seed,
+        row=item.row,
+        partial=partial,
+    )
+
+
+async def episode(workflow: RolloutWorkflow, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
+    """Runs one episode and checks that its trajectories can be trained on."""
+    result = await workflow.arun_episode(engine, data)
+    if isinstance(result, Trajectory | Episode):  # the process that keeps the tokens of others has checked them
+        result.check()
+    return result
 
 
 def lies_in(sample: Sampled, home: str) -> bool:

@@ -320,6 +320,7 @@ def build_executor(episodes: EpisodeRuntime, scoring: GroupScoring, log: PromptL
             seed=trainer.seed,
             stale_policy=trainer.stale_policy,
             episode_timeout_s=rollout.agent.episode_timeout_s,
+            episode_retries=rollout.agent.episode_retries,
             max_failed_batches=rollout.agent.max_failed_batches,
         ),
         on_group=scoring,
