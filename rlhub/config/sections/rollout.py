@@ -62,10 +62,6 @@ class AgentConfig:
     """Largest number of prompts whose episodes run at once; null: (max_staleness + 1) * train_batch_size."""
     episode_timeout_s: PositiveFloat | None = None
     """Seconds after which an episode is aborted and counted as timed out; null: deadline_s.generate."""
-    episode_retries: NonNegativeInt = 0
-    """Largest number of further attempts of an episode that failed or timed out, each with another seed; 0: one failed episode
-    loses its prompt's whole group. With 2, and a tenth of the episodes failing, a group of 8 is lost once in 126 times, for 11%
-    more episodes. A workflow that gives an episode up (None, Reject) is not asked again."""
     max_failed_batches: PositiveInt = 10
     """Stop the run, with the last error, after so many batches' worth of failed episodes in a row."""
 
