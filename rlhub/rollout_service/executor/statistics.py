@@ -11,7 +11,7 @@ rollout/filtered_groups           groups that finished and that the group filter
 rollout/failed_groups             groups that ended because an episode failed
 rollout/lost_groups               finished groups whose tokens were lost with a process, and which are generated again
 rollout/timed_out_episodes        episodes that exceeded their time limit
-rollout/retried_episodes          episodes that failed and began again
+rollout/retried_episodes          episodes that failed and began again; only where there are any
 rollout/running_groups            groups in progress now
 rollout/ready_groups              groups that are finished and wait for training now
 rollout/in_flight_share           running / (running + ready)
@@ -71,8 +71,8 @@ class RolloutStatistics:
         now = time.monotonic()
         if self._idle_since is not None:
             self._idle_s, self._idle_since = self._idle_s + now - self._idle_since, now
-        groups = ("accepted_groups", "rejected_groups", "filtered_groups", "failed_groups", "lost_groups")
-        counted = (*groups, "timed_out_episodes", "retried_episodes")
+        counted = ["accepted_groups", "rejected_groups", "filtered_groups", "failed_groups", "lost_groups", "timed_out_episodes"]
+        counted += ["retried_episodes"] if self.counts["retried_episodes"] else []
         values = {f"rollout/{name}": float(self.counts[name]) for name in counted} | {
             "rollout/running_groups": float(running),
             "rollout/ready_groups": float(ready),
