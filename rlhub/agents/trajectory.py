@@ -8,7 +8,7 @@ Tokens of tools, environments and templates stand between them with response_mas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -161,9 +161,6 @@ class TrajectoryRef:
             comparison=trajectory.comparison,
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, tuple(getattr(self, one.name) for one in fields(self))  # the fields' names would double its size
-
     @property
     def first_version(self) -> int:
         """Returns the policy version of the first token that the policy wrote; staleness counts from it."""
@@ -201,10 +198,6 @@ class TrajectoryRef:
     def set_reward(self, reward: float) -> None:
         """Sets the reward of the whole episode."""
         self.rewards, self.late_reward = [reward], reward
-
-
-def _restored(*values: Any) -> TrajectoryRef:
-    return TrajectoryRef(**{one.name: value for one, value in zip(fields(TrajectoryRef), values, strict=True)})
 
 
 Row = Trajectory | TrajectoryRef

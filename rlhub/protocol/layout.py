@@ -6,7 +6,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Union
 
@@ -171,21 +171,64 @@ def unpack_numbers(packed: Numbers) -> np.ndarray:
     return np.full(second, first, dtype=np.int32)
 
 
+_NARROW: tuple[tuple[torch.dtype, int, int], ...] = (
+    (torch.uint8, 0, 2**8),
+    (torch.int16, -(2**15), 2**15),
+    (torch.int32, -(2**31), 2**31),
+)
+_OWN = len(_NARROW)
+"""The code of a column that travels in its own type; smaller codes are places in _NARROW."""
+
+
 def pack_rows(columns: Mapping[str, Tensor], bounds: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Returns the bytes of consecutive parts [start, stop) of dense columns: within a part one column after the other."""
-    raw = [column.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for column in columns.values()]
-    widths = [ColumnInfo.of(column).width for column in columns.values()]
-    pairs = list(zip(raw, widths, strict=True))
-    return [b"".join([values[start * width : stop * width] for values, width in pairs]) for start, stop in bounds]
+    """Returns the bytes of consecutive parts [start, stop) of dense columns: a code for each column's type, then one column after
+    the other.  int64 numbers travel in the narrowest type that has room for all of a column."""
+    codes = [_code(column) for column in columns.values()]
+    sent = [column if code == _OWN else column.to(_NARROW[code][0]) for column, code in zip(columns.values(), codes, strict=True)]
+    raw = [column.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for column in sent]
+    widths = [ColumnInfo.of(column).width for column in sent]
+    pairs, head = list(zip(raw, widths, strict=True)), bytes(codes)
+    return [b"".join([head, *(values[start * width : stop * width] for values, width in pairs)]) for start, stop in bounds]
+
+
+def _code(column: Tensor) -> int:
+    if column.dtype != torch.int64 or not column.numel():
+        return _OWN
+    low, high = int(column.min()), int(column.max())
+    return next((code for code, (_, least, beyond) in enumerate(_NARROW) if least <= low and high < beyond), _OWN)
 
 
 def unpack_rows(parts: Sequence[bytes], sizes: Sequence[int], columns: Mapping[str, ColumnInfo]) -> dict[str, Tensor]:
     """Returns the columns whose consecutive parts travelled as `pack_rows` made them.  sizes: the rows of each part."""
-    widths = [info.width for info in columns.values()]
+    alike: dict[bytes, list[int]] = {}
+    for number, part in enumerate(parts):
+        alike.setdefault(part[: len(columns)], []).append(number)
+    found = [
+        _unpack_alike(codes, [parts[number] for number in numbers], [sizes[number] for number in numbers], columns)
+        for codes, numbers in alike.items()
+    ]
+    if len(found) == 1:
+        return found[0]
+    came = np.repeat(np.concatenate(list(alike.values())), [sizes[number] for numbers in alike.values() for number in numbers])
+    order = torch.from_numpy(np.argsort(came, kind="stable"))
+    return {name: torch.cat([some[name] for some in found])[order] for name in columns}
+
+
+def _unpack_alike(
+    codes: bytes, parts: Sequence[bytes], sizes: Sequence[int], columns: Mapping[str, ColumnInfo]
+) -> dict[str, Tensor]:
+    """Returns the columns of parts with the same codes."""
+    sent = [
+        info if code == _OWN else replace(info, dtype=_NARROW[code][0])
+        for code, info in zip(codes, columns.values(), strict=True)
+    ]
+    widths = [info.width for info in sent]
     found = {}
-    for (name, info), before, width in zip(columns.items(), itertools.accumulate(widths, initial=0), widths, strict=False):
-        cut = [part[size * before : size * (before + width)] for part, size in zip(parts, sizes, strict=True)]
-        joined = bytearray().join(cut)
-        values = torch.frombuffer(joined, dtype=info.dtype) if joined else torch.empty(0, dtype=info.dtype)
-        found[name] = values.view(sum(sizes), *info.shape)
+    for (name, info), of, before in zip(columns.items(), sent, itertools.accumulate(widths, initial=0), strict=False):
+        starts = (len(codes) + size * before for size in sizes)
+        joined = bytearray().join(
+            [part[start : start + size * of.width] for part, start, size in zip(parts, starts, sizes, strict=True)]
+        )
+        values = torch.frombuffer(joined, dtype=of.dtype) if joined else torch.empty(0, dtype=of.dtype)
+        found[name] = values.to(info.dtype).view(sum(sizes), *info.shape)
     return found

@@ -419,13 +419,21 @@ class WorkerGroup(ABC):
 
     def drop(self, ref: BatchRef) -> None:
         """Lets the ranks forget the batches of the reference, and others their copies of them: its step is over."""
-        self._call_rows("drop", [(rank, ref.keys) for rank in range(self.world_size)])
+        self._submit_drop(ref).get()
+
+    def _submit_drop(self, ref: BatchRef) -> CallFuture:
+        dropping = self._submit_rows("drop", [(rank, ref.keys) for rank in range(self.world_size)])
         self._drop_copies(ref.keys)
+        return dropping
 
     def _drop_copies(self, keys: Iterable[str]) -> None:
+        """Lets other groups forget copies once they have done what they were asked before; waits for none of them.
+
+        Ranks take calls in order, so that a later `stored_bytes` does not count the copies.
+        """
         for key in keys:
             for group in self._lent.pop(key, ()):
-                group.drop(group._copied.pop(key)[1])
+                group._submit_drop(group._copied.pop(key)[1])
 
     def stored_bytes(self) -> list[int]:
         """Returns the bytes that each rank's process keeps of batches held by reference."""
@@ -434,13 +442,16 @@ class WorkerGroup(ABC):
 
     def _call_rows(self, method: str, calls: Iterable[tuple[Any, ...]]) -> dict[int, Any]:
         """Calls the RowKeepers of ranks: (rank, argument, ...).  Returns their outputs."""
+        outputs: dict[int, Any] = self._submit_rows(method, calls).get()
+        return outputs
+
+    def _submit_rows(self, method: str, calls: Iterable[tuple[Any, ...]]) -> CallFuture:
         request = self._request(method, [RankRequest(rank=call[0], args=call[1:]) for call in calls])
         request.rows = True
         with self._watch(request, blocking=True) as watch:
             watch.send(request.ranks)
             pending = self._send(request)
-        outputs: dict[int, Any] = CallFuture(pending, lambda outputs: outputs, watch).get()
-        return outputs
+        return CallFuture(pending, lambda outputs: outputs, watch)
 
     def mesh(self, name: str) -> Mesh:
         """Returns the arrangement that the workers declared under `name`; queried on first use, then cached."""

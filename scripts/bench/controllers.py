@@ -12,23 +12,34 @@ in both and are left out, and so is the arithmetic of rewards and advantages.
 CPU s and MiB are of the driver, medians; `arrange` is within CPU s.  The last table moves 512 rows of which one is 32 times as
 long as the others: bytes of the exchange beside those of the tokens that change rank, and of the same rows padded to the longest.
 
---launcher adds the CPU time of the process that starts the ranks over 20 steps of a second, for so many Ray actors that sleep:
-with one driver, which makes five calls a rank and step, and with the loop on every rank, where it makes one call a rank in all
-and waits: that call and its result are the start and end of the run, and are left out.  The last line has 1,024 ranks, 128 in
-each of 8 actors, in the second way: the calls are real, the processes are not.
+--launcher adds the CPU time of the process that starts the ranks, of all its threads (RUSAGE_SELF), for so many Ray actors that
+sleep, and for 1,024 ranks of which 128 sleep in each of 8 other processes: the calls are real, the ranks are not.
+
+  one driver          makes five calls a rank and step; seconds of a step
+  loop on every rank  has made one call to each rank, waits for them as `rlhub.trainer.launch` does, and copies a line of rank 0's
+                      log a step; calls made and results read from the moment when all ranks have begun to that in which they
+                      have taken 20 steps of a second, and seconds of all 20 steps
+
+Exit status 1 where the loop on 1,024 ranks makes the launcher call any of them, or takes more than 0.1 s of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
+import io
 import pickle
+import resource
 import statistics
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -234,62 +245,121 @@ def long_tail(num_rows: int = 512, num_ranks: int = 8, mean: int = 256, longest:
 
 
 LAUNCHED_STEPS, STEP_S, CALLS_A_STEP, FAKE_RANKS, FAKE_PROCESSES = 20, 1.0, 5, 1024, 8
+LAUNCHER_S = 0.1
+MARGIN_S = 2.0
+"""After the ranks have begun, and after their last step."""
 
 
-def launcher(num_ranks: int, num_processes: int, *, calls_a_step: int) -> tuple[int, float]:
-    """Returns the calls that the launcher makes, and its CPU seconds in all steps.  calls_a_step: 0: one call for all steps; what
-    it takes to send it and to read the results is left out."""
-    import ray
+class Ranks:
+    """Ranks that only sleep, in other processes.  num_calls, num_results: those of this process so far."""
 
-    from rlhub.single_controller.calls import Deadline, WorkerInfo
-    from rlhub.single_controller.ray.pending import Gather
+    def __init__(self, num_ranks: int, num_processes: int) -> None:
+        import ray
 
-    class Sleeper:
-        async def work(self, seconds: float) -> None:
-            await asyncio.sleep(seconds)
+        class Sleeper:
+            async def work(self, seconds: float) -> None:
+                await asyncio.sleep(seconds)
 
-    remote = ray.remote(Sleeper).options(num_cpus=0, max_concurrency=2 * num_ranks // num_processes)
-    actors = [remote.remote() for _ in range(num_processes)]
-    workers = {rank: WorkerInfo(rank=rank, node="127.0.0.1", pid=0) for rank in range(num_ranks)}
-    num_calls = 0
+            async def train(self, ends: float, log: str) -> float:
+                """Takes steps until then, and returns when it began.  log: "" for ranks other than 0."""
+                began = time.time()
+                while (left := ends - time.time()) > 0:
+                    if log:
+                        with open(log, "a") as lines:
+                            lines.write("step: 1 - actor/loss: 0.5\n")
+                    await asyncio.sleep(min(left, STEP_S))
+                return began
 
-    def call(seconds: float) -> None:
-        nonlocal num_calls
-        references = {rank: actors[rank % num_processes].work.remote(seconds) for rank in workers}
-        num_calls += len(references)
-        Gather("loop", "train", references, workers, Deadline(seconds=600.0), lambda: None).wait()
+        remote = ray.remote(Sleeper).options(num_cpus=0, max_concurrency=2 * num_ranks // num_processes)
+        self._actors = [remote.remote() for _ in range(num_processes)]
+        self._num_ranks, self.num_calls, self.num_results = num_ranks, 0, 0
+        self.call("work", 0.0)
 
-    call(0.0)
-    num_calls, start = 0, time.process_time()
-    if calls_a_step == 0:
-        call(0.0)  # what it takes to send the calls and to read their results
-        num_calls, start = 0, start + 2 * (time.process_time() - start)
-        call(LAUNCHED_STEPS * STEP_S)
-    for _ in range(LAUNCHED_STEPS * calls_a_step):
-        call(STEP_S / calls_a_step)
-    cpu_s = time.process_time() - start
-    for actor in actors:
-        ray.kill(actor)
-    return num_calls, cpu_s
+    def call(self, method: str, *args: Any) -> dict[int, Any]:
+        """Calls every rank once, as the launcher does, and waits.  `train` gives only rank 0 the log."""
+        from rlhub.single_controller.calls import Deadline, WorkerInfo
+        from rlhub.single_controller.ray.pending import Gather
+
+        references = {}
+        for rank in range(self._num_ranks):
+            given = (*args[:-1], args[-1] if rank == 0 else "") if method == "train" else args
+            references[rank] = getattr(self._actors[rank % len(self._actors)], method).remote(*given)
+            self.num_calls += 1
+        workers = {rank: WorkerInfo(rank=rank, node="127.0.0.1", pid=0) for rank in references}
+        found = Gather("loop", method, references, workers, Deadline(seconds=600.0), lambda: None).wait()
+        self.num_results += len(found)
+        return found
+
+    def end(self) -> None:
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
 
 
-def launcher_table(counts: Sequence[int]) -> str:
-    """Lines for so many actors, and the last for many ranks."""
-    import ray
+def own_cpu_s() -> float:
+    """Returns the CPU seconds of all threads of this process, and of no other."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1", logging_level="ERROR")
+
+def one_driver(ranks: Ranks, steps: int) -> tuple[int, float]:
+    """Returns calls and seconds of a step, on the average of so many."""
+    calls, start = ranks.num_calls, own_cpu_s()
+    for _ in range(steps * CALLS_A_STEP):
+        ranks.call("work", 0.0)
+    return (ranks.num_calls - calls) // steps, (own_cpu_s() - start) / steps
+
+
+def every_rank(ranks: Ranks, num_ranks: int) -> tuple[int, float]:
+    """Returns calls and results, and seconds, from the moment when all ranks have begun to the end of their last step."""
+    from rlhub.trainer.launch import shown
+
+    begin = time.time() + MARGIN_S + 0.01 * num_ranks
+    end = begin + LAUNCHED_STEPS * STEP_S
+    seen = list[tuple[int, float]]()
+
+    def look() -> None:
+        for moment in (begin, end):
+            time.sleep(max(0.0, moment - time.time()))
+            seen.append((ranks.num_calls + ranks.num_results, own_cpu_s()))
+
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log, contextlib.redirect_stderr(io.StringIO()), shown(Path(log.name)):
+        looking = threading.Thread(target=look)
+        looking.start()
+        began = ranks.call("train", end + MARGIN_S, log.name)
+        looking.join()
+    if max(began.values()) > begin:
+        raise RuntimeError(f"a rank began {max(began.values()) - begin:.1f} s too late: the machine is too busy to measure")
+    (before, start_s), (after, end_s) = seen
+    return after - before, end_s - start_s
+
+
+def launcher_table(counts: Sequence[int]) -> tuple[str, bool]:
+    """Returns lines for so many actors, and the last for many ranks, and whether that is within the bounds."""
+    from rlhub.single_controller.ray.cluster import connect
+
+    settings = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    connection = connect(settings, device="cpu", num_ranks=2)
+    lines, within = [], True
     try:
-        lines = []
-        for num_ranks in counts:
-            single, multi = (launcher(num_ranks, num_ranks, calls_a_step=calls) for calls in (CALLS_A_STEP, 0))
-            lines.append(f"| {num_ranks} | {single[0]} | {single[1]:.3f} | {multi[0]} | {multi[1]:.3f} |")
-        fake = launcher(FAKE_RANKS, FAKE_PROCESSES, calls_a_step=0)
-        return "\n".join([*lines, f"| {FAKE_RANKS} in {FAKE_PROCESSES} | | | {fake[0]} | {fake[1]:.3f} |"])
+        for num_ranks, processes, steps in [
+            *((count, count, LAUNCHED_STEPS) for count in counts),
+            (FAKE_RANKS, FAKE_PROCESSES, 2),
+        ]:
+            ranks = Ranks(num_ranks, processes)
+            calls, step_s = one_driver(ranks, steps)
+            messages, cpu_s = every_rank(ranks, num_ranks)
+            ranks.end()
+            where = "" if processes == num_ranks else f" in {processes}"
+            lines.append(f"| {num_ranks}{where} | {calls} | {step_s:.3f} | {messages} | {cpu_s:.3f} |")
+            within = messages == 0 and cpu_s <= LAUNCHER_S < step_s
     finally:
-        ray.shutdown()
+        connection.close()
+    return "\n".join(lines), within
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--repeats", type=int, default=5)
@@ -305,10 +375,16 @@ def main() -> None:
         "\n| rows | that change rank | MiB of their tokens | MiB sent | ratio | MiB padded |\n|---:|---:|---:|---:|---:|---:|\n"
     )
     write(long_tail() + "\n")
-    if options.launcher is not None:
-        write("\n| ranks | calls, one driver | CPU s | calls, loop on every rank | CPU s |\n|---:|---:|---:|---:|---:|\n")
-        write(launcher_table(options.launcher) + "\n")
+    if options.launcher is None:
+        return 0
+    write(
+        f"\n| ranks | one driver: calls a step | CPU s | loop on every rank: calls in {LAUNCHED_STEPS} steps | CPU s of them |\n"
+    )
+    write("|---:|---:|---:|---:|---:|\n")
+    lines, within = launcher_table(options.launcher)
+    write(lines + "\n")
+    return 0 if within else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,14 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rlhub.config.cli import prepare
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.single_controller import ObservedCall
 from rlhub.tracking.metrics_log import read_metrics
 from rlhub.trainer.launch import launch_ranks
 from rlhub.trainer.main_ppo import fit
-from scripts.checks.jobs import ROOT, STEPS, Task
+from scripts.bench.tiny_model import build
+from scripts.checks.jobs import ROOT, STEPS, VOCABULARY, Task
 from tests.support.every_rank import POOLS, RANKS, start_ranks
+from tests.support.reward_models import save_reward_model
 
 
 def test_batches_by_reference_are_those_of_one_driver(tmp_path: Path) -> None:
@@ -54,3 +58,30 @@ def test_the_launcher_makes_one_call_a_rank(ray_cluster: None, tmp_path: Path) -
     assert launch_ranks(config, fit, [calls]) == 0
     assert calls.started == [("address", 1), ("train", 2)]
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
+
+
+VLLM = ("actor_rollout_ref.rollout.name=vllm", "algorithm.rollout_correction.mismatch_stop=0.01")
+REWARD_MODEL = ("reward_model.enable=true", "reward_model.function_weight=0")
+
+
+@pytest.mark.parametrize("settings", [VLLM, REWARD_MODEL], ids=["vllm", "reward_model"])
+def test_other_engines_and_learned_rewards_are_those_of_one_driver(
+    ray_cluster: None, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    """Two steps, so that the engine has weights that were trained; the bits of the weights and the rewards are the same."""
+    task = Task(folder=tmp_path / "task", seconds=0.0).write()
+    build(task.folder / "model", hidden=128, layers=2, vocab_size=VOCABULARY)  # vLLM has no kernels for smaller heads
+    if settings is REWARD_MODEL:
+        settings += (f"reward_model.model.path={save_reward_model(tmp_path / 'reward', task.folder / 'model')}",)
+    settings += ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.record_batches=False")
+    settings += ("trainer.total_training_steps=2", "trainer.save_freq=2")
+    found = {}
+    for controller, run in (("single", lambda config: fit(config)), ("multi", lambda config: launch_ranks(config, fit))):
+        folder = tmp_path / controller
+        arguments = task.arguments(folder, *settings, f"trainer.controller={controller}", deadline_s=300.0)
+        assert run(prepare(PPOConfig, "ppo", arguments)) == 0
+        weights = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
+        rows = read_metrics(folder / "metrics.jsonl")
+        found[controller] = weights, [(row["step"], row["actor/grad_norm"], row["critic/score/mean"]) for row in rows]
+    assert found["single"][0] and [step for step, *_ in found["single"][1]] == [1, 2]
+    assert found["single"] == found["multi"]

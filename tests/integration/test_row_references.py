@@ -126,6 +126,21 @@ def test_ranks_of_one_shard_share_a_part(run: Launched) -> None:
     assert stored(run) == 0, "copies are dropped as well"
 
 
+def test_an_exchange_waits_for_no_group_that_forgets_its_copies(run: Launched) -> None:
+    """Calls that were sent before still read the copies, and a later count finds none.  The control is a call that waits."""
+    rollout, actor, critic = run.groups["rollout"], run.groups["actor"], run.groups["critic"]
+    whole, ref = rows_of(rollout, "copied", np.arange(16)[::-1].copy())
+    critic.read(ref)
+    assert sum(critic.stored_bytes()) > 0
+    busy, reading = critic.rest.submit(3.0), critic.read.submit(ref)
+    moved = actor.exchange(ref, "actor")
+    assert not busy.done(), "the exchange was over first"
+    assert sum(critic.stored_bytes()) == 0 and busy.done()
+    assert same_batch(reading.get(), whole) and same_batch(actor.read(moved), whole)
+    actor.drop(moved)
+    assert stored(run) == 0
+
+
 @pytest.mark.parametrize("role", ["critic", "pair"])
 def test_rows_go_to_other_processes_and_results_come_back(run: Launched, role: str) -> None:
     rollout, actor, other = run.groups["rollout"], run.groups["actor"], run.groups[role]

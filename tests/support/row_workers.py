@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from rlhub.engines.training.collectives import ensure_process_group
@@ -47,6 +49,11 @@ class RowWorker(Worker):
     def sums_of_all_ranks(self, batch: DataProto) -> int:
         """The sum of what this rank has in column `wide`: all ranks need all rows."""
         return int(batch.batch["wide"].sum())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def rest(self, seconds: float) -> None:
+        """Is busy for so long."""
+        time.sleep(seconds)
 
     @register(ROWS_MESH)
     def read(self, batch: DataProto) -> DataProto:

@@ -3,6 +3,7 @@
 actor_pool.py            the actors of one kind, with restarts and metrics
 workflow.py              an episode whose code runs in an episode actor, as the driver sees it, and the pool of these actors
 episode_actor.py         the actor that runs the episodes' own code
+episode_messages.py      the messages of many episodes between the two, which travel together as numbers
 trajectory_store.py      the tokens of finished episodes, in the process that ran them, until they are trained
 holders.py               these processes as the driver reaches them: who has which rows, transfer, checkpoint and loss
 environment_actors.py    the actor that runs environments, its pool, and the leases

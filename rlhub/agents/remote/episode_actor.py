@@ -1,10 +1,10 @@
 """EpisodeActor, the object of an AsyncActor: runs the episodes' own code (tools, tokenizing, environments) in its process.
 
-The driver fetches the requests of an episode with `next_message` and sends each response with `respond`; until then the episode
-waits for it.  An episode may have several open requests.  Environment actors stay with the driver.  For a generation the driver
-only chooses the replica (`generate_at`): this process sends it the request and gets the tokens.  The reward function scores turns
-and finished episodes here.  So neither tokens nor texts pass through the driver, but those that are followed while they are
-sampled.
+For a generation the driver only chooses the replica: this process sends it the request and gets the tokens.  The reward function
+scores turns and finished episodes here.  So neither tokens nor texts pass through the driver, but those that are followed while
+they are sampled.  The numbers that remain travel together with those of other episodes (`deliver`, `reports`); the driver fetches
+other requests of an episode with `next_message` and sends each response with `respond`, until which the episode waits.  An
+episode may have several open requests.  Environment actors stay with the driver.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhub.agents.partials import join
 from rlhub.agents.remote.environment_requests import DriverEnvironmentSource, EnvironmentRequest
+from rlhub.agents.remote.episode_messages import Orders, PlaceRequest, ReportBox, Reports, Start, pack_ref
 from rlhub.agents.remote.trajectory_store import TrajectoryStore
-from rlhub.agents.trajectory import Episode, FinishReason, Sampled, Trajectory, TrajectoryRef
+from rlhub.agents.trajectory import Episode, Sampled, Trajectory, TrajectoryRef
 from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
-from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
-from rlhub.errors import DeadlineError, RlhubError, WorkerError, WorkflowError
+from rlhub.engines.rollout.base import FINISH_CODES, Completion, Follow, GenerationRequest, Progress, SamplingParams
+from rlhub.errors import EngineError, RlhubError, WorkflowError
 from rlhub.rewards.pool import RewardFunction
-from rlhub.rewards.rows import PackedOutcomes, RowScorer, no_turn_scores, pack_outcomes
+from rlhub.rewards.rows import RowScorer, no_turn_scores, pack_outcomes
 from rlhub.utils.aio.results import Reject
 
 if TYPE_CHECKING:
@@ -73,15 +74,6 @@ class CompletionRequest:
     followed: bool = False
 
 
-class PlaceRequest(NamedTuple):
-    """A request for a replica to generate at; there is no response but `generate_at`, unless the generation is aborted.  cost:
-    see RemoteGeneration.  session: for sticky routing, "" for that of the episode."""
-
-    number: int
-    cost: int
-    session: str
-
-
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RequestCancelled:
     """The episode no longer waits for the response to this request."""
@@ -98,17 +90,14 @@ class EpisodeEnded:
     rejected: str | None = None
 
 
-Message = CompletionRequest | PlaceRequest | EnvironmentRequest | RequestCancelled | EpisodeEnded | TrajectoryRef
-
-SentMessage = CompletionRequest | tuple[int, int, str] | EnvironmentRequest | RequestCancelled | EpisodeEnded | TrajectoryRef
-"""A Message on its way; a PlaceRequest is a tuple, because the name of its class is longer than all else in it."""
+Message = CompletionRequest | EnvironmentRequest | RequestCancelled | EpisodeEnded
 
 _CURRENT: ContextVar[_Episode] = ContextVar("rlhub_episode")
 """The episode that the running code belongs to.  All episodes of a workflow share its parts, and so the same environments."""
 
 
 class EpisodeActor:
-    """Runs many episodes on one event loop.  A session is one run of one episode."""
+    """Runs many episodes on one event loop.  A run is one attempt at an episode, and has a number of its own."""
 
     def __init__(self, settings: EpisodeActorSettings) -> None:
         if settings.folder and os.getcwd() != settings.folder:
@@ -116,95 +105,103 @@ class EpisodeActor:
         self._settings = settings
         self._tokenizer = settings.tokenizer()
         self._workflows: dict[WorkflowKey, RolloutWorkflow] = {}
-        self._episodes: dict[str, _Episode] = {}
+        self._episodes: dict[int, _Episode] = {}
         self._prompts: dict[int, _Prompt] = {}
-        self._replicas: dict[int, ActorConnection] = {}
+        self._replicas: dict[int, tuple[ActorConnection, float | None]] = {}
+        self._reports = ReportBox()
         self._leaving: set[asyncio.Task[None]] = set()
         self._kept = TrajectoryStore("", vocab_size=settings.vocab_size)
         self._scorer = None if settings.reward is None else RowScorer(settings.reward.pool(), self._tokenizer)
 
     async def take_prompt(
-        self, number: int, workflow: tuple[str, str], prompt_ids: tuple[int, ...], row: Mapping[str, Any]
+        self,
+        number: int,
+        workflow: tuple[str, str],
+        ordinal: int,
+        prompt_ids: tuple[int, ...],
+        row: Mapping[str, Any],
+        keep: bool,
+        direct: bool,
     ) -> None:
-        """Takes a prompt, once for all of its episodes, and the key of the workflow that runs them."""
-        self._prompts[number] = _Prompt(WorkflowKey(*workflow), prompt_ids, row)
+        """Takes a prompt, once for all of its episodes, and the key of the workflow that runs them.
 
-    async def forget_prompt(self, number: int) -> None:
-        """Forgets a prompt: none of its episodes runs here any more."""
-        self._prompts.pop(number, None)
+        keep: the tokens of its episodes stay here under the number of their run.  direct: generations go to replicas from here.
+        """
+        self._prompts[number] = _Prompt(WorkflowKey(*workflow), ordinal, prompt_ids, row, keep, direct)
 
-    async def take_replica(self, number: int, address: ActorAddress) -> None:
-        """Takes the address of a replica, which `generate_at` names by this number."""
-        self._replicas[number] = address.connect()
+    async def take_replica(self, number: int, address: ActorAddress, deadline_s: float | None) -> None:
+        """Takes the address of a replica, which `deliver` names by this number, and the longest wait for a completion of it."""
+        self._replicas[number] = address.connect(), deadline_s
 
-    async def begin(self, session: str, prompt: int, episode: EpisodeStart) -> SentMessage:
-        """Starts an episode of a prompt that `take_prompt` has brought, and returns its first message as `next_message` does."""
-        if session in self._episodes:
-            raise WorkflowError(f"session {session} runs already: give every run of an episode a name of its own")
-        workflow, prompt_ids, row = self._prompts[prompt]
-        ordinal, sample, seed, partial, keep, direct = episode
-        data = EpisodeData(prompt_ids=prompt_ids, ordinal=ordinal, sample=sample, seed=seed, row=row, partial=partial)
-        begun = self._episodes[session] = _Episode(data, direct=direct)
-        begun.task = asyncio.create_task(self._run(begun, workflow, data, session if keep else ""))
-        return await self.next_message(session)
+    async def deliver(self, orders: Orders) -> None:
+        """Starts these episodes and generations, and forgets these prompts; returns at once."""
+        started, placed, forgotten = orders
+        for run, *_ in started:
+            if run in self._episodes:
+                raise WorkflowError(f"run {run} of an episode goes on already: give every run a number of its own")
+        for start in started:
+            self._start(start)
+        for run, request, replica, *request_id in placed:
+            self._place(run, request, replica, request_id[0] if request_id else None)
+        for number in forgotten:
+            self._prompts.pop(number, None)
 
-    async def next_message(self, session: str) -> SentMessage:
-        """Waits for the next message of the episode and returns it, in order.  Raises the episode's error; the session ends with
-        it."""
-        episode = self._episodes.get(session)
+    def _start(self, start: Start) -> None:
+        run, prompt, sample, seed, *partial = start
+        key, ordinal, prompt_ids, row, keep, direct = self._prompts[prompt]
+        before = partial[0] if partial else None
+        data = EpisodeData(prompt_ids=prompt_ids, ordinal=ordinal, sample=sample, seed=seed, row=row, partial=before)
+        episode = self._episodes[run] = _Episode(run, data, self._reports, direct=direct)
+        episode.task = asyncio.create_task(self._run(episode, key, data, keep=keep))
+
+    def _place(self, run: int, request: int, replica: int, request_id: str | None) -> None:
+        """Lets a generation that waits go to a replica; one that nothing waits for any more is ignored."""
+        episode = self._episodes.get(run)
+        if episode is not None and request in episode.generations:
+            connection, deadline_s = self._replicas[replica]
+            episode.generate_at(request, connection, request_id, deadline_s)
+
+    async def reports(self, have: int) -> Reports:
+        """Returns what there is to tell since the reports of number `have`; waits for the first."""
+        return await self._reports.take(have)
+
+    async def next_message(self, run: int) -> Message:
+        """Returns the next message of the episode, in order.  Raises the episode's error; the run ends with it."""
+        episode = self._episodes.get(run)
         if episode is None:
-            raise WorkflowError(f"no session {session} runs here: it has ended or was cancelled")
+            raise WorkflowError(f"no run {run} of an episode goes on here: it has ended or was cancelled")
         message = await episode.messages.get()
-        if isinstance(message, EpisodeEnded | TrajectoryRef | Exception):
-            self._episodes.pop(session, None)
+        if isinstance(message, EpisodeEnded | Exception) or episode.is_kept:
+            self._forget(episode)
         if isinstance(message, Exception):
             raise message
-        return (message.number, message.cost, message.session) if isinstance(message, PlaceRequest) else message
+        return message
 
-    async def generate_at(
-        self, session: str, number: int, replica: int, request_id: str, deadline_s: float | None
-    ) -> tuple[int, FinishReason] | RlhubError:
-        """Generates at a replica for request `number`, after the tokens that it has; returns how many more tokens there are, and
-        why these ended, or the error of the replica.  The episode gets its completion, unless that is aborted: then the driver
-        calls again, or responds."""
-        episode = self._episodes.get(session)
-        generation = episode.generations.get(number) if episode is not None else None
-        if episode is None or generation is None:
-            raise WorkflowError(f"session {session} does not wait for generation {number}")
-        try:
-            call = self._replicas[replica].call
-            part: Completion = await call("agenerate", generation.next(request_id), generation.params, deadline_s=deadline_s)
-        except (WorkerError, DeadlineError) as error:
-            return error
-        generation.done = join(generation.done, part)
-        if part.finish_reason != "abort":
-            episode.settle(number, None, None)
-        return len(part.token_ids), part.finish_reason
-
-    async def written(self, session: str) -> Completion | None:
+    async def written(self, run: int) -> Completion | None:
         """Returns the tokens of the episode's first generation so far, for a checkpoint; None for an episode that has ended."""
-        return self._episodes[session].written() if session in self._episodes else None
+        return self._episodes[run].written() if run in self._episodes else None
 
-    async def respond(self, session: str, number: int, value: Any) -> None:
+    async def respond(self, run: int, number: int, value: Any) -> None:
         """Passes the response to request `number` to the episode.  A response that nothing waits for is ignored."""
-        if session in self._episodes:
-            self._episodes[session].settle(number, value, None)
+        if run in self._episodes:
+            self._episodes[run].settle(number, value, None)
 
-    async def report_progress(self, session: str, number: int, progress: Progress) -> None:
+    async def report_progress(self, run: int, number: int, progress: Progress) -> None:
         """Passes more tokens of the completion of request `number` to the episode.  Calls must come one after the other, in
         order."""
-        if session in self._episodes:
-            self._episodes[session].report_progress(number, progress)
+        if run in self._episodes:
+            self._episodes[run].report_progress(number, progress)
 
-    async def fail_request(self, session: str, number: int, error: RlhubError) -> None:
+    async def fail_request(self, run: int, number: int, error: RlhubError) -> None:
         """Raises this error in the episode, as the outcome of request `number`."""
-        if session in self._episodes:
-            self._episodes[session].settle(number, None, error)
+        if run in self._episodes:
+            self._episodes[run].settle(number, None, error)
 
-    async def cancel(self, session: str) -> None:
-        """Cancels an episode; its code cleans up after this call has returned.  An unknown session is ignored."""
-        self._kept.forget(session)
-        episode = self._episodes.pop(session, None)
+    async def cancel(self, run: int) -> None:
+        """Cancels an episode; its code cleans up after this call has returned.  An unknown run is ignored."""
+        self._kept.forget(str(run))
+        episode = self._episodes.pop(run, None)
+        self._reports.wake()
         if episode is not None and episode.task is not None:
             episode.unwanted = True
             episode.task.cancel()
@@ -215,33 +212,35 @@ class EpisodeActor:
         """Calls a method of the store that has the tokens of finished episodes."""
         return await asyncio.to_thread(getattr(self._kept, method), *args)
 
-    async def score(self, keys: Sequence[str], prompt: Mapping[str, Any]) -> PackedOutcomes:
-        """Scores finished episodes of a prompt by the reward function, and returns their outcomes in the order of the keys."""
+    async def score(self, keys: Sequence[str], prompt: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Scores finished episodes of a prompt by the reward function; returns PackedOutcomes in the order of the keys, as a
+        tuple, for the class's name is as long as the scores."""
         assert self._scorer is not None, "the driver asks only where there is a function"
-        return pack_outcomes(await self._scorer.score(prompt, self._kept.responses(keys)))
+        return tuple(pack_outcomes(await self._scorer.score(prompt, self._kept.responses(keys))))
 
     async def close(self) -> None:
         """Cancels all episodes and closes their workflows."""
-        for session in list(self._episodes):
-            await self.cancel(session)
+        for run in list(self._episodes):
+            await self.cancel(run)
         await asyncio.gather(*self._leaving, return_exceptions=True)
         await asyncio.gather(*(workflow.aclose() for workflow in self._workflows.values()))
         self._workflows.clear()
         if self._scorer is not None:
             self._scorer.close()
 
-    async def _run(self, episode: _Episode, key: WorkflowKey, data: EpisodeData, kept_as: str) -> None:
+    async def _run(self, episode: _Episode, key: WorkflowKey, data: EpisodeData, *, keep: bool) -> None:
         _CURRENT.set(episode)
-        end: EpisodeEnded | TrajectoryRef | Exception
+        end: EpisodeEnded | Exception
         try:
             trajectory = await self._workflow(key).arun_episode(episode, data)
-            if kept_as and isinstance(trajectory, Episode) and not episode.unwanted:
-                trajectory = self._kept.keep_episode(kept_as, trajectory)
-            if kept_as and isinstance(trajectory, Trajectory) and not episode.unwanted:
-                end = self._kept.keep(kept_as, trajectory)
-            else:
-                assert not isinstance(trajectory, TrajectoryRef), "only the store makes these"
-                end = EpisodeEnded(trajectory=trajectory)
+            if keep and isinstance(trajectory, Episode) and not episode.unwanted:
+                trajectory = self._kept.keep_episode(str(episode.run), trajectory)
+            if keep and isinstance(trajectory, Trajectory) and not episode.unwanted:
+                self._reports.next.kept.append(pack_ref(episode.run, self._kept.keep(str(episode.run), trajectory)))
+                episode.is_kept = True
+                return self._forget(episode)
+            assert not isinstance(trajectory, TrajectoryRef), "only the store makes these"
+            end = EpisodeEnded(trajectory=trajectory)
         except Reject as reason:
             end = EpisodeEnded(rejected=str(reason))
         except asyncio.CancelledError:
@@ -250,7 +249,14 @@ class EpisodeActor:
             end = WorkflowError(f"episode {data.session} was cancelled by its own code")
         except Exception as error:  # noqa: BLE001  the task's boundary: raised where the driver asks for the next message
             end = error
-        episode.messages.put_nowait(end)
+        finally:
+            episode.stop_generations()
+        episode.post(end)
+
+    def _forget(self, episode: _Episode) -> None:
+        """Forgets an episode that has ended, once the driver has fetched its messages."""
+        if episode.messages.empty():
+            self._episodes.pop(episode.run, None)
 
     def _workflow(self, key: WorkflowKey) -> RolloutWorkflow:
         if key not in self._workflows:
@@ -268,25 +274,25 @@ class EpisodeActor:
         return self._workflows[key]
 
 
-EpisodeStart = tuple[int, int, int, Completion | None, bool, bool]
-"""Ordinal, sample, seed and partial of EpisodeData; whether the tokens stay in the actor under the name of the session, so that
-the driver gets a TrajectoryRef; and whether generations go to replicas directly.  A tuple, because names double its size."""
-
-
 class _Prompt(NamedTuple):
     workflow: WorkflowKey
+    ordinal: int
     prompt_ids: tuple[int, ...]
     row: Mapping[str, Any]
+    keep: bool
+    direct: bool
 
 
 @dataclass(slots=True)
 class _Generation:
-    """A generation that goes to replicas directly.  before: the tokens of a stopped run that it continues; done: those since."""
+    """A generation that goes to replicas directly.  before: the tokens of a stopped run that it continues; done: those since.
+    part: the task that gets more from a replica."""
 
     request: GenerationRequest
     params: SamplingParams
     before: Completion | None = None
     done: Completion | None = None
+    part: asyncio.Task[None] | None = None
 
     def next(self, request_id: str) -> GenerationRequest:
         """Returns the request that continues after the tokens so far."""
@@ -299,16 +305,21 @@ class _Generation:
 class _Episode:
     """One running episode, and the engine that its code calls.  direct: it generates at replicas that the driver chooses."""
 
-    def __init__(self, data: EpisodeData, *, direct: bool) -> None:
-        self._data, self._direct = data, direct
+    def __init__(self, run: int, data: EpisodeData, reports: ReportBox, *, direct: bool) -> None:
+        self.run, self._data, self._reports, self._direct = run, data, reports, direct
         self.generations: dict[int, _Generation] = {}
         self._first: _Generation | None = None
         self.messages: asyncio.Queue[Message | Exception] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
-        self.unwanted = False
+        self.unwanted = self.is_kept = False
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._following: dict[int, Follow] = {}
         self._numbers = itertools.count()
+
+    def post(self, message: Message | Exception) -> None:
+        """Lets the driver fetch a message."""
+        self.messages.put_nowait(message)
+        self._reports.next.waiting.append(self.run)
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         """Generates with the driver's engine, or at a replica that this chooses."""
@@ -329,15 +340,50 @@ class _Episode:
             self._first = generation
             generation.before = partial if request.start else None
         cost = len(request.prompt_ids) + params.max_new_tokens
-        session = "" if request.session == self._data.session else request.session
-        asked = PlaceRequest(next(self._numbers), cost, session)
-        self.generations[asked.number] = generation
+        number = next(self._numbers)
+        self.generations[number] = generation
+        session = () if request.session == self._data.session else (request.session,)
+        asked: PlaceRequest = (self.run, number, cost, *session)
         try:
-            await self._send(asked)
+            await self._answer(number, lambda: self._reports.next.placing.append(asked))
         finally:
-            del self.generations[asked.number]
+            self._stop(self.generations.pop(number))
         assert generation.done is not None, "settled after its last part"
         return generation.done
+
+    def generate_at(self, number: int, replica: ActorConnection, request_id: str | None, deadline_s: float | None) -> None:
+        """Generates at a replica for request `number`, after the tokens that it has, and reports the numbers of what came.
+
+        The episode gets its completion, unless that is aborted: then the driver names a replica again, or responds.
+        """
+        generation = self.generations[number]
+        name = self._data.session if request_id is None else request_id
+        generation.part = asyncio.create_task(self._generate_at(number, generation, replica, name, deadline_s))
+
+    async def _generate_at(
+        self, number: int, generation: _Generation, replica: ActorConnection, request_id: str, deadline_s: float | None
+    ) -> None:
+        request, params = generation.next(request_id), generation.params
+        try:
+            part: Completion = await replica.call("agenerate", request, params, deadline_s=deadline_s)
+        except Exception as error:  # noqa: BLE001  the task's boundary: the router repeats the request, or the episode gets it
+            known = error if isinstance(error, RlhubError) else EngineError(f"{type(error).__name__}: {error}")
+            return self._reports.next.generated.append((self.run, number, known))
+        generation.done = join(generation.done, part)
+        code = FINISH_CODES[part.finish_reason]
+        self._reports.next.generated.append((self.run, number, len(part.token_ids), code))
+        if part.finish_reason != "abort":
+            self.settle(number, None, None)
+
+    def stop_generations(self) -> None:
+        """Ends the requests at replicas that still run."""
+        for generation in self.generations.values():
+            self._stop(generation)
+
+    @staticmethod
+    def _stop(generation: _Generation) -> None:
+        if generation.part is not None:
+            generation.part.cancel()
 
     def written(self) -> Completion | None:
         """Returns the tokens of the first generation so far, those of a stopped run included."""
@@ -355,7 +401,7 @@ class _Episode:
             self._following[number](progress)
         except Exception as error:  # noqa: BLE001  the follower's own code: its error is that of its request
             waiting.set_exception(error)
-            self.messages.put_nowait(RequestCancelled(number=number))
+            self.post(RequestCancelled(number=number))
 
     async def call_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any:
         """Calls a method of one of the driver's environments."""
@@ -363,7 +409,7 @@ class _Episode:
 
     def notify_environment(self, lease: int, method: str) -> None:
         """Sends a message without a response, because the driver may no longer serve the episode."""
-        self.messages.put_nowait(EnvironmentRequest(number=next(self._numbers), lease=lease, method=method))
+        self.post(EnvironmentRequest(number=next(self._numbers), lease=lease, method=method))
 
     def settle(self, number: int, value: Any, error: RlhubError | None) -> None:
         """Completes an open request with a response or an error."""
@@ -375,16 +421,20 @@ class _Episode:
         else:
             waiting.set_exception(error)
 
-    async def _send(self, request: CompletionRequest | PlaceRequest | EnvironmentRequest) -> Any:
-        answer = self._open[request.number] = asyncio.get_running_loop().create_future()
-        self.messages.put_nowait(request)
+    async def _send(self, request: CompletionRequest | EnvironmentRequest) -> Any:
+        return await self._answer(request.number, lambda: self.post(request))
+
+    async def _answer(self, number: int, ask: Callable[[], None]) -> Any:
+        """Asks for something and returns the response to request `number`."""
+        answer = self._open[number] = asyncio.get_running_loop().create_future()
+        ask()
         try:
             return await answer
         except asyncio.CancelledError:
-            self.messages.put_nowait(RequestCancelled(number=request.number))
+            self.post(RequestCancelled(number=number))
             raise
         finally:
-            del self._open[request.number]
+            del self._open[number]
 
 
 def _current() -> _Episode:

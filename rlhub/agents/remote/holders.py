@@ -28,7 +28,7 @@ from rlhub.errors import ConfigError, HolderLostError, RegistryError, WorkerDied
 from rlhub.protocol import DataProto
 from rlhub.protocol.exchange import RowSource
 from rlhub.rewards import RewardOutcome
-from rlhub.rewards.rows import REWARD_FIELDS, RowScorer, unpack_outcomes
+from rlhub.rewards.rows import REWARD_FIELDS, PackedOutcomes, RowScorer, unpack_outcomes
 from rlhub.single_controller.async_actor import ActorAddress
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Holders:
             assert self._scorer is not None, "built with one, where a function scores rows"
             return await self._scorer.score(fields, self.own.responses(keys))
         try:
-            return unpack_outcomes(await self._call_actor(home, "score", keys, fields))
+            return unpack_outcomes(PackedOutcomes(*await self._call_actor(home, "score", keys, fields)))
         except WorkerError as error:
             own = own_error(error)
             if own is error:

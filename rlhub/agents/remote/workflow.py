@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
@@ -23,10 +24,19 @@ from rlhub.agents.remote.episode_actor import (
     EpisodeActor,
     EpisodeActorSettings,
     EpisodeEnded,
-    EpisodeStart,
-    PlaceRequest,
     RequestCancelled,
     WorkflowKey,
+)
+from rlhub.agents.remote.episode_messages import (
+    REASONS,
+    TURNS,
+    GeneratedReport,
+    Orders,
+    Placement,
+    PlaceRequest,
+    Reports,
+    Start,
+    unpack_ref,
 )
 from rlhub.agents.remote.streaming import extend
 from rlhub.agents.trajectory import Sampled, TrajectoryRef, rows_of
@@ -39,8 +49,8 @@ from rlhub.agents.workflows.base import (
     RolloutWorkflow,
     WorkflowParts,
 )
-from rlhub.engines.rollout.base import Completion, FinishReason, Progress
-from rlhub.errors import DeadlineError, EngineError, RlhubError, WorkerDiedError, WorkerError
+from rlhub.engines.rollout.base import Completion, Progress
+from rlhub.errors import DeadlineError, EngineError, RlhubError, WorkerDiedError, WorkerError, WorkflowError
 from rlhub.single_controller import AsyncActorOptions, CallObserver, ClassWithInitArgs, astart_async_actor
 from rlhub.single_controller.placement import is_one_machine, node_at
 from rlhub.single_controller.resources import Backend
@@ -54,6 +64,8 @@ RETRIES = 3
 actors."""
 CANCEL_S = 60.0
 """Maximum wait for an actor to acknowledge a cancellation, which it does at once; an actor that does not hangs."""
+REPORTS_S = 60.0
+"""Maximum wait for reports, after which the driver asks again: an answer may have been lost."""
 _runs = itertools.count()
 
 
@@ -88,12 +100,11 @@ class RemoteWorkflow(RolloutWorkflow):
 
     async def _run_in(self, member: PooledActor, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
         member.episodes += 1
-        sent = self._pool.sent_to(member)
-        run = EpisodeRun(sent, f"{data.session}/{next(_runs)}", engine, self.parts)
+        link = self._pool.link(member)
+        run = EpisodeRun(next(_runs), link, data, engine, self.parts)
         try:
-            async with sent.prompt(data, self._key) as prompt:
-                start = (data.ordinal, data.sample, data.seed, data.partial, self._keeps, self._direct)
-                result = await run.play(data.session, prompt, start)
+            async with link.prompt(data, self._key, keeps=self._keeps, direct=self._direct) as prompt:
+                result = await run.play(prompt)
             for row in () if result is None else rows_of(result):
                 if isinstance(row, TrajectoryRef):
                     row.home = member.home
@@ -111,35 +122,41 @@ class RemoteWorkflow(RolloutWorkflow):
                 stopped = True
             finally:
                 if not (run.over and stopped) and not member.actor.ended:
-                    self._pool.background(self._cancel(member, run.session))
+                    self._pool.background(self._cancel(member, run.number))
 
-    async def _cancel(self, member: PooledActor, session: str) -> None:
+    async def _cancel(self, member: PooledActor, run: int) -> None:
         try:
-            await member.actor.call("cancel", session, deadline_s=CANCEL_S)
+            await member.actor.call("cancel", run, deadline_s=CANCEL_S)
         except (WorkerDiedError, DeadlineError) as error:
             self._pool.lost(member, error)
 
 
-class SentOnce:
-    """What an actor has been sent once for many episodes: prompts, and the addresses of replicas.
+class EpisodeLink:
+    """The driver's connection to an episode actor, on which the messages of all its episodes travel together.
 
-    background: runs a coroutine as a task.
+    Prompts and the addresses of replicas are sent once for many episodes.  background: runs a coroutine as a task.
     """
 
-    def __init__(self, actor: AsyncActor, background: Callable[[Any], None]) -> None:
-        self.actor, self._background = actor, background
+    def __init__(self, member: PooledActor, background: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        self.actor, self.home, self._background = member.actor, member.home, background
         self._numbers = itertools.count()
-        self._prompts: dict[tuple[WorkflowKey, int, int], _SentPrompt] = {}
+        self._prompts: dict[tuple[Any, ...], _SentPrompt] = {}
         self._replicas: WeakKeyDictionary[AsyncActor, asyncio.Future[int]] = WeakKeyDictionary()
+        self._runs: dict[int, EpisodeRun] = {}
+        self._orders: Orders = [], [], []
+        self._num_reports = 0
+        self._sending = self._receiving = False
 
     @asynccontextmanager
-    async def prompt(self, data: EpisodeData, key: WorkflowKey) -> AsyncIterator[int]:
+    async def prompt(self, data: EpisodeData, key: WorkflowKey, *, keeps: bool, direct: bool) -> AsyncIterator[int]:
         """Yields the number by which the actor knows the episode's prompt and workflow, while it has them."""
-        place = key, id(data.prompt_ids), id(data.row)  # the samples of a prompt share them
+        place = key, data.ordinal, id(data.prompt_ids), id(data.row), keeps, direct  # the samples of a prompt share these
         if (found := self._prompts.get(place)) is None:
             number = next(self._numbers)
-            sending = self.actor.call("take_prompt", number, tuple(key), data.prompt_ids, data.row)
-            found = self._prompts[place] = _SentPrompt(number, data, asyncio.ensure_future(sending))
+            prompt = number, tuple(key), data.ordinal, data.prompt_ids, data.row, keeps, direct
+            found = self._prompts[place] = _SentPrompt(
+                number, data, asyncio.ensure_future(self.actor.call("take_prompt", *prompt))
+            )
         found.episodes += 1
         try:
             await asyncio.shield(found.sent)  # also for the prompt's other episodes
@@ -148,21 +165,85 @@ class SentOnce:
             found.episodes -= 1
             if not found.episodes:
                 del self._prompts[place]
-                self._background(self._forget(found.number))
+                self._orders[2].append(found.number)
+                self._send_soon()
 
-    async def _forget(self, number: int) -> None:
-        with suppress(WorkerError):
-            await self.actor.call("forget_prompt", number)
-
-    async def replica(self, replica: AsyncActor) -> int:
-        """Returns the number by which the actor knows a replica."""
+    async def replica(self, replica: AsyncActor, deadline_s: float | None) -> int:
+        """Returns the number by which the actor knows a replica.  deadline_s: the longest wait for a completion."""
         if replica not in self._replicas:
-            self._replicas[replica] = asyncio.ensure_future(self._introduce(next(self._numbers), replica))
+            self._replicas[replica] = asyncio.ensure_future(self._introduce(next(self._numbers), replica, deadline_s))
         return await asyncio.shield(self._replicas[replica])
 
-    async def _introduce(self, number: int, replica: AsyncActor) -> int:
-        await self.actor.call("take_replica", number, replica.address)
+    async def _introduce(self, number: int, replica: AsyncActor, deadline_s: float | None) -> int:
+        await self.actor.call("take_replica", number, replica.address, deadline_s)
         return number
+
+    def start(self, run: EpisodeRun, start: Start) -> None:
+        """Starts an episode; its messages go to the run until `end`."""
+        self._runs[run.number] = run
+        self._orders[0].append(start)
+        self._send_soon()
+        if not self._receiving:
+            self._receiving = True
+            self._background(self._receive())
+
+    def end(self, run: EpisodeRun) -> None:
+        """Forgets a run."""
+        self._runs.pop(run.number, None)
+
+    def place(self, placement: Placement) -> None:
+        """Gives a generation a replica."""
+        self._orders[1].append(placement)
+        self._send_soon()
+
+    def _send_soon(self) -> None:
+        if not self._sending:
+            self._sending = True
+            self._background(self._send())
+
+    async def _send(self) -> None:
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        orders, self._orders, self._sending = self._orders, ([], [], []), False
+        try:
+            await self.actor.call("deliver", orders)
+        except RlhubError as error:
+            started, placed, _ = orders
+            self._fail({run for run, *_ in [*started, *placed]}, error)
+
+    async def _receive(self) -> None:
+        """Gives each run what the actor reports of it, as long as there are any."""
+        end: RlhubError = WorkflowError("the episode actors were closed")
+        try:
+            while self._runs:
+                with suppress(DeadlineError):
+                    reports: Reports = await self.actor.call("reports", self._num_reports, deadline_s=REPORTS_S)
+                    self._num_reports = reports.number
+                    self._give(reports)
+        except RlhubError as error:
+            end = error
+        finally:
+            self._receiving = False
+            self._fail(set(self._runs), end)
+
+    def _give(self, reports: Reports) -> None:
+        for request in reports.placing:
+            if request[0] in self._runs:
+                self._runs[request[0]].take(request)
+        for generated in reports.generated:
+            if generated[0] in self._runs:
+                self._runs[generated[0]].take_generated(generated)
+        for number in reports.waiting:
+            if number in self._runs:
+                self._runs[number].take(FETCH)
+        for packed in reports.kept:
+            if (ended := self._runs.pop(packed[0], None)) is not None:
+                ended.take(unpack_ref(packed, self.home))
+
+    def _fail(self, numbers: Iterable[int], error: RlhubError) -> None:
+        for number in numbers:
+            if number in self._runs:
+                self._runs[number].fail(error)
 
 
 @dataclass(slots=True)
@@ -175,23 +256,34 @@ class _SentPrompt:
     episodes: int = 0
 
 
-class EpisodeRun:
-    """One run of an episode in an actor.  over: True once nothing of it is left there."""
+class Fetch(Enum):
+    """Stands for a message that the driver fetches with `next_message`."""
 
-    def __init__(self, sent: SentOnce, session: str, engine: EpisodeEngine, parts: WorkflowParts) -> None:
-        self.session = session
+    FETCH = 0
+
+
+FETCH = Fetch.FETCH
+
+
+class EpisodeRun:
+    """One run of an episode in an actor.  number: its number there.  over: True once nothing of it is left there."""
+
+    def __init__(self, number: int, link: EpisodeLink, data: EpisodeData, engine: EpisodeEngine, parts: WorkflowParts) -> None:
+        self.number = number
         self.over = False
-        self._sent, self._actor, self._engine = sent, sent.actor, engine
+        self._link, self._actor, self._data, self._engine = link, link.actor, data, engine
+        self._messages: asyncio.Queue[PlaceRequest | Fetch | TrajectoryRef | RlhubError] = asyncio.Queue()
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._generating: dict[int, asyncio.Future[GeneratedReport]] = {}
         self._environments = EnvironmentRequestHandler(parts.environments)
 
-    async def play(self, routed: str, prompt: int, start: EpisodeStart) -> Sampled | None:
+    async def play(self, prompt: int) -> Sampled | None:
         """Starts the episode and serves its requests until it ends; returns its trajectory, or where the actor keeps the tokens
-        its numbers.  routed: its session for sticky routing."""
-        self._routed = routed
-        message = await self._receive("begin", prompt, start)
+        its numbers."""
+        partial = () if self._data.partial is None else (self._data.partial,)
+        self._link.start(self, (self.number, prompt, self._data.sample, self._data.seed, *partial))
         while True:
-            match message:
+            match await self._next():
                 case TrajectoryRef() as kept:
                     return kept
                 case EpisodeEnded(rejected=None, trajectory=trajectory):
@@ -201,73 +293,96 @@ class EpisodeRun:
                 case RequestCancelled(number=number):
                     if number in self._running:
                         self._running[number].cancel()
+                case (_, number, cost, *session):
+                    self._run(number, self._place(number, cost, session[0] if session else self._data.session))
                 case request:
-                    task = asyncio.create_task(self._serve(request))
-                    self._running[request.number] = task
-                    task.add_done_callback(partial(self._forget, request.number))
-            message = await self._receive("next_message")
+                    self._run(request.number, self._answer(request))
 
-    def _forget(self, number: int, task: asyncio.Task[None]) -> None:
-        self._running.pop(number, None)
+    def take(self, message: PlaceRequest | Fetch | TrajectoryRef) -> None:
+        """Takes a message of the episode."""
+        self._messages.put_nowait(message)
+
+    def take_generated(self, report: GeneratedReport) -> None:
+        """Takes the end of a generation."""
+        waiting = self._generating.get(report[1])
+        if waiting is not None and not waiting.done():
+            waiting.set_result(report)
+
+    def fail(self, error: RlhubError) -> None:
+        """Ends the run, because its actor did."""
+        self._messages.put_nowait(error)
+        for waiting in self._generating.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+
+    def _run(self, number: int, serving: Coroutine[Any, Any, None]) -> None:
+        task = self._running[number] = asyncio.create_task(self._serve(number, serving))
+        task.add_done_callback(lambda _: self._running.pop(number, None))
 
     async def stop_requests(self) -> None:
         """Cancels the requests of the episode that still run, and releases its environments."""
+        self._link.end(self)
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._environments.release_all()
 
-    async def _receive(self, method: str, *args: Any) -> Any:
-        """Returns the message with which a call of the actor answers."""
+    async def _next(self) -> Any:
+        """Returns the next message, or raises the episode's error."""
+        message: Any = await self._messages.get()
         try:
-            message: Any = await self._actor.call(method, self.session, *args)
+            if message is FETCH:
+                message = await self._actor.call("next_message", self.number)
+            elif isinstance(message, RlhubError):
+                raise message
         except WorkerError:
             self.over = True
             raise
         self.over = isinstance(message, EpisodeEnded | TrajectoryRef)
-        return PlaceRequest(*message) if type(message) is tuple else message
+        return message
 
-    async def _serve(self, request: CompletionRequest | PlaceRequest | EnvironmentRequest) -> None:
+    async def _serve(self, number: int, serving: Coroutine[Any, Any, None]) -> None:
         try:
-            value: Any = None
-            if isinstance(request, PlaceRequest):
-                if await self._place(request) != "abort":
-                    return
-            elif isinstance(request, EnvironmentRequest):
-                value = await self._environments.handle(request)
-                if request.method == RELEASE:
-                    return
-            else:
-                value = await self._generate(request)
-            await self._actor.call("respond", self.session, request.number, value)
+            await serving
         except Exception as error:  # noqa: BLE001  the task's boundary: raised where the episode waits for the answer
-            with suppress(WorkerDiedError):  # of the actor: `next` raises it too
-                await self._actor.call("fail_request", self.session, request.number, _portable(error))
+            with suppress(WorkerDiedError):  # of the actor: the run's messages say it too
+                await self._actor.call("fail_request", self.number, number, _portable(error))
 
-    async def _place(self, asked: PlaceRequest) -> FinishReason:
-        """Lets the actor generate at replicas; returns why the completion ended.  The episode has it, unless it was aborted."""
-        generation = RemoteGeneration(
-            session=asked.session or self._routed,
-            cost=asked.cost,
-            send=partial(self._generate_at, asked.number),
-            written=self._written,
-        )
-        return (await cast("PlacingEngine", self._engine).aplace(generation)).finish_reason
+    async def _answer(self, request: CompletionRequest | EnvironmentRequest) -> None:
+        if isinstance(request, CompletionRequest):
+            value: Any = await self._generate(request)
+        else:
+            value = await self._environments.handle(request)
+            if request.method == RELEASE:
+                return
+        await self._actor.call("respond", self.number, request.number, value)
+
+    async def _place(self, number: int, cost: int, session: str) -> None:
+        """Lets the actor generate at replicas.  The episode has the completion then, unless that was aborted."""
+        generation = RemoteGeneration(session=session, cost=cost, send=partial(self._generate_at, number), written=self._written)
+        if (await cast("PlacingEngine", self._engine).aplace(generation)).finish_reason == "abort":
+            await self._actor.call("respond", self.number, number, None)
 
     async def _generate_at(self, number: int, replica: AsyncActor, request_id: str, deadline_s: float | None) -> Generated:
         try:
-            place = await self._sent.replica(replica)
-            found = await self._actor.call("generate_at", self.session, number, place, request_id, deadline_s)
+            place = await self._link.replica(replica, deadline_s)
+            waiting = self._generating[number] = asyncio.get_running_loop().create_future()
+            name = () if request_id == self._data.session else (request_id,)
+            self._link.place((self.number, number, place, *name))
+            report = await waiting
         except WorkerError as error:  # the replica has nothing to do with it
             raise EngineError(f"the process of the episode could not generate: {error}") from error
+        finally:
+            self._generating.pop(number, None)
+        _, _, found, *reason = report
         if isinstance(found, Exception):
             raise found
-        return Generated(*found)
+        return Generated(found, REASONS[reason[0]])
 
     async def _written(self) -> Completion | None:
         with suppress(WorkerError):  # then the episode starts again
-            found: Completion | None = await self._actor.call("written", self.session)
+            found: Completion | None = await self._actor.call("written", self.number)
             return found
         return None
 
@@ -288,7 +403,7 @@ class EpisodeRun:
                 progress = await queue.get()
                 while not queue.empty():
                     extend(progress, queue.get_nowait())
-                await self._actor.call("report_progress", self.session, number, progress)
+                await self._actor.call("report_progress", self.number, number, progress)
 
 
 def _portable(error: Exception) -> RlhubError:
@@ -310,13 +425,13 @@ class EpisodeActors(ActorPool):
         super().__init__(start_actor, num_actors, restarts=restarts, shutdown_s=shutdown_s)
         self.on_lost: Callable[[str], None] = lambda home: None
         """Called with the home of each actor that is lost."""
-        self._sent: WeakKeyDictionary[PooledActor, SentOnce] = WeakKeyDictionary()
+        self._links: WeakKeyDictionary[PooledActor, EpisodeLink] = WeakKeyDictionary()
 
-    def sent_to(self, member: PooledActor) -> SentOnce:
-        """Returns what this actor has been sent."""
-        if member not in self._sent:
-            self._sent[member] = SentOnce(member.actor, self.background)
-        return self._sent[member]
+    def link(self, member: PooledActor) -> EpisodeLink:
+        """Returns the connection to this actor."""
+        if member not in self._links:
+            self._links[member] = EpisodeLink(member, self.background)
+        return self._links[member]
 
     def at(self, home: str) -> PooledActor | None:
         """Returns the actor that is this process, if it lives."""

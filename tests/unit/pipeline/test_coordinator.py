@@ -9,11 +9,17 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhub.errors import CoordinatorError, DeadlineError
 from rlhub.pipeline.coordinator import DataCoordinator, Key, Policy, ReportedRows, RowShare, deal
+from rlhub.protocol import BatchRef, DataProto
+from rlhub.protocol.columns import dense_rows, jagged, join_tensors, take_rows
+from rlhub.protocol.exchange import RowKeeper, plan_transfer
+from rlhub.protocol.layout import ColumnInfo
+from rlhub.protocol.layout import Layout as RowLayout
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 WAIT_S = 20.0
@@ -120,18 +126,107 @@ def test_rows_go_from_any_layout_to_any_other(
         edge: parts_of(source, [rng.choice((0, 1, 2, 7, 12)) for _ in range(source.dp)], seed + index, edge)
         for index, edge in enumerate(("rollout-actor", "actor-critic"))
     }
-    targets = dict(zip(edges, (target, other), strict=True))
 
-    async def step() -> list[list[RowShare]]:
-        coordinator = DataCoordinator()
-        calls = (redistribute(coordinator, Key(1, edge), parts, targets[edge], policy, rng) for edge, parts in edges.items())
-        shares = await asyncio.gather(*calls)
-        coordinator.drop(1)
-        assert coordinator.num_batches == 0
-        return list(shares)
+    found = asyncio.run(in_one_step(edges, [target, other], policy, rng))
+    for parts, to, shares in zip(edges.values(), (target, other), found, strict=True):
+        check_shares(shares, parts, to, policy)
 
-    for (edge, parts), shares in zip(edges.items(), asyncio.run(step()), strict=True):
-        check_shares(shares, parts, targets[edge], policy)
+
+async def in_one_step(
+    edges: dict[str, dict[int, ReportedRows]], targets: Sequence[Layout], policy: Policy, rng: random.Random
+) -> list[list[RowShare]]:
+    """Returns the shares of every rank, by edge."""
+    coordinator = DataCoordinator()
+    pairs = zip(edges.items(), targets, strict=True)
+    calls = (redistribute(coordinator, Key(1, edge), parts, target, policy, rng) for (edge, parts), target in pairs)
+    shares = await asyncio.gather(*calls)
+    coordinator.drop(1)
+    assert coordinator.num_batches == 0
+    return list(shares)
+
+
+Rows = dict[str, torch.Tensor]
+
+
+def keep(layout: Layout, parts: dict[int, ReportedRows], edge: str, keepers: Sequence[RowKeeper]) -> tuple[Rows, dict[int, int]]:
+    """Puts rows under the edge into the stores of the ranks that report them; returns all rows in order, and the number of the
+    first of each rank."""
+    columns: dict[str, list[torch.Tensor]] = {"tokens": [], "number": []}
+    first, firsts = 0, {}
+    for rank in layout.producers:
+        firsts[rank] = first
+        lengths = torch.from_numpy(parts[rank].lengths % 9)
+        tokens = torch.arange(int(lengths.sum()), dtype=torch.int32) + 1000 * first
+        rows = {"tokens": jagged(tokens, lengths), "number": torch.arange(first, first + len(lengths))}
+        keepers[rank].store.put(edge, rows)
+        for name, column in rows.items():
+            columns[name].append(column)
+        first += len(lengths)
+    return {name: join_tensors(column) for name, column in columns.items()}, firsts
+
+
+def move(shares: list[RowShare], source: Layout, target: Layout, edge: str, keepers: Sequence[RowKeeper]) -> list[RowKeeper]:
+    """Sends the rows of every share to all ranks that have it, as the groups of two roles do; returns their stores."""
+    leaders = [target.rank(dp, 0, 0) for dp in range(target.dp)]
+    chosen = [shares[leader] for leader in leaders]
+    rank, place = (np.concatenate([getattr(share, name) for share in chosen]) for name in ("rank", "place"))
+    small = DataProto.from_dict({"row": torch.arange(len(rank))})
+    columns = {"tokens": ColumnInfo(torch.int32, (), ragged=True), "number": ColumnInfo(torch.int64, ())}
+    ref = BatchRef((edge,), small, columns, RowLayout.of(rank, place))
+    after = RowLayout.parts(leaders, list(map(len, chosen)))
+    sends, receives = plan_transfer(ref, after, (source.size, target.size))
+    sent = {producer: keepers[producer].send(moves)[0] for producer, moves in enumerate(sends) if moves.rows.size}
+    came = [RowKeeper() for _ in range(target.size)]
+    for rank_of_target, keeper in enumerate(came):
+        leader = leaders[target.dp_rank(rank_of_target)]
+        handles = {producer: pieces[leader] for producer, pieces in sent.items() if leader in pieces}
+        keeper.receive(receives[leader], edge, "source", handles)
+    return came
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_rows_go_from_the_stores_of_one_role_to_those_of_another(block: int) -> None:
+    """300 cases in all, each with two edges in one step and through the same stores: every rank has the rows of its share."""
+    for seed in range(30 * block, 30 * block + 30):
+        rng = random.Random(seed)
+        source, *targets = (Layout(rng.randint(1, 6), rng.randint(1, 3), rng.randint(1, 2)) for _ in range(3))
+        policy, keepers = rng.choice(POLICIES), [RowKeeper() for _ in range(source.size)]
+        for rank, keeper in enumerate(keepers):
+            keeper.place(rank, "cpu")
+        edges = {
+            edge: parts_of(source, [rng.choice((0, 1, 2, 5)) for _ in range(source.dp)], seed + index, edge)
+            for index, edge in enumerate(("rollout-actor", "actor-critic"))
+        }
+        kept = {edge: keep(source, parts, edge, keepers) for edge, parts in edges.items()}
+        shares = asyncio.run(in_one_step(edges, targets, policy, rng))
+        for edge, target, share in zip(edges, targets, shares, strict=True):
+            check_shares(share, edges[edge], target, policy)
+            check_stores(move(share, source, target, edge, keepers), share, edge, *kept[edge])
+        for keeper in keepers:
+            keeper.drop(list(edges))
+            assert keeper.stored_bytes() == 0
+
+
+def check_stores(came: list[RowKeeper], shares: list[RowShare], edge: str, whole: Rows, firsts: dict[int, int]) -> None:
+    for keeper, share in zip(came, shares, strict=True):
+        numbers = [firsts[rank] + place for rank, place in zip(share.rank.tolist(), share.place.tolist(), strict=True)]
+        found = keeper.store.take(edge, list(whole))
+        for name, column in whole.items():
+            expected = take_rows(column, torch.tensor(numbers, dtype=torch.int64))
+            parts = (
+                zip(dense_rows(found[name]), dense_rows(expected), strict=True) if column.is_nested else [(found[name], expected)]
+            )
+            assert all(torch.equal(*part) for part in parts)
+
+
+def test_a_row_that_goes_astray_is_noticed() -> None:
+    """The control: two ranks of the source have each other's rows."""
+    source, target, rng = Layout(2, 1, 1), Layout(3, 2, 1), random.Random(0)
+    parts, keepers = parts_of(source, [7, 7], 0, "edge"), [RowKeeper(), RowKeeper()]
+    kept = keep(source, parts, "edge", keepers)
+    ((share,),) = [asyncio.run(in_one_step({"edge": parts}, [target], "even", rng))]
+    with pytest.raises(AssertionError):
+        check_stores(move(share, source, target, "edge", keepers[::-1]), share, "edge", *kept)
 
 
 class Unkeyed(DataCoordinator):

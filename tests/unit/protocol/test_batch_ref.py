@@ -15,7 +15,7 @@ from rlhub.errors import ColumnStoreError, ProtocolError
 from rlhub.protocol import DataProto
 from rlhub.protocol.batch_ref import BatchRef, Retain, RowGroup
 from rlhub.protocol.column_store import ColumnStore
-from rlhub.protocol.layout import ColumnInfo, Layout, Numbers, pack_numbers, unpack_numbers
+from rlhub.protocol.layout import ColumnInfo, Layout, Numbers, pack_numbers, pack_rows, unpack_numbers, unpack_rows
 from tests.support.batch_refs import fetch_from, same_batch, scattered
 
 Move = Callable[[Any], Any]
@@ -270,3 +270,23 @@ def test_a_result_joins_the_rows_of_its_argument() -> None:
         Retain("k", ("log_probs",)).keep(output.slice(0, 2), store, rows.slice(0, 2))
     with pytest.raises(ProtocolError, match="no column 'values' to retain; it has: log_probs"):
         Retain("k", ("values",)).keep(output, store, rows)
+
+
+@pytest.mark.parametrize("limit", [2**8, 2**15, 2**31])
+def test_small_columns_travel_in_the_narrowest_type(limit: int) -> None:
+    """Parts of different processes may differ in theirs."""
+    columns = {
+        "count": torch.tensor([0, limit - 1, 3, limit]),
+        "share": torch.tensor([0.5, -1.0, 2.0, 4.0]),
+        "below": torch.tensor([-limit - 1, 0, 1, 2]),
+    }
+    infos = {name: ColumnInfo.of(column) for name, column in columns.items()}
+    whole = pack_rows(columns, [(0, 1), (1, 1), (1, 4)])
+    alone = [pack_rows({name: column[cut] for name, column in columns.items()}, [(0, size)])[0] for cut, size in CUTS]
+    assert len(alone[0]) < len(whole[0]), "the largest number of the whole is not in it"
+    for parts in (whole, alone):
+        found = unpack_rows(parts, [1, 0, 3], infos)
+        assert all(found[name].dtype == column.dtype and torch.equal(found[name], column) for name, column in columns.items())
+
+
+CUTS = ((slice(0, 1), 1), (slice(1, 1), 0), (slice(1, 4), 3))

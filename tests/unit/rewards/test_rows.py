@@ -82,7 +82,7 @@ def test_scoring_goes_on_in_the_background_until_its_outcomes_are_taken() -> Non
     scorer.begin("greedy", make_batch(["b"]), 0)
     assert pool.begun.wait(60) and not pool.go.is_set(), "both returned while the first was at work"
     pool.go.set()
-    assert scorer.take("greedy").scores.tolist() == [2.0] and scorer.take("samples").scores.tolist() == [1.0, 2.0]
+    assert [[one.score for one in unpack_outcomes(scorer.take(key))] for key in ("greedy", "samples")] == [[2.0], [1.0, 2.0]]
     scorer.close()
     assert pool.closed
 

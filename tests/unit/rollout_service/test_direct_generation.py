@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from rlhub.agents.partials import TrackedEngine
-from rlhub.agents.remote.episode_actor import EpisodeActorSettings, WorkflowKey
+from rlhub.agents.remote.episode_actor import EpisodeActor, EpisodeActorSettings, WorkflowKey
 from rlhub.agents.remote.workflow import EpisodeActorOptions, EpisodeActors, RemoteWorkflow, episode_actor_starter
 from rlhub.agents.trajectory import Sampled
 from rlhub.agents.workflows.base import EpisodeData
-from rlhub.errors import EngineError
+from rlhub.errors import DeadlineError, EngineError
 from rlhub.rollout_service.fleet import FleetLimits
 from rlhub.rollout_service.replica import Replica
 from rlhub.rollout_service.router import Router
@@ -44,6 +44,12 @@ class Setting:
 
     def made(self, method: str, *, by_driver: bool) -> int:
         return [called for _, called in self.calls[by_driver]].count(method)
+
+    @property
+    def actor(self) -> EpisodeActor:
+        """Returns the object of the first episode actor."""
+        found: EpisodeActor = self.pool.members[0].actor._object._object  # type: ignore[attr-defined]
+        return found
 
     @property
     def busy(self) -> list[Replica]:
@@ -104,12 +110,47 @@ def test_the_same_trajectories_come_and_no_completion_passes_the_driver(play: Ca
         found = await asyncio.gather(*(setting.run(data) for data in samples))
         assert (setting.made("agenerate", by_driver=True), setting.made("agenerate", by_driver=False)) == (0, 4)
         assert setting.router.counts == {"requests": 4, "tokens": 32}
-        await until(lambda: setting.made("forget_prompt", by_driver=True) == 1)
+        await until(lambda: not setting.actor._prompts)
         assert setting.made("take_prompt", by_driver=True) == 1, "once for all samples of the prompt"
         assert setting.made("take_replica", by_driver=True) == 2
         assert await asyncio.gather(*(setting.run(data, direct=False) for data in samples)) == found
         assert setting.made("agenerate", by_driver=True) == 4
         assert len({tuple(one.response_ids) for one in found}) > 1 and setting.busy == []
+
+    play(scenario)
+
+
+def test_the_messages_of_many_episodes_travel_together(play: Callable[..., None]) -> None:
+    """The control is one episode after the other."""
+
+    async def scenario(setting: Setting) -> None:
+        samples = [replace(DATA, sample=sample, seed=sample) for sample in range(16)]
+        found = await asyncio.gather(*(setting.run(data) for data in samples))
+        together = setting.made("deliver", by_driver=True), setting.made("reports", by_driver=True)
+        assert [await setting.run(data) for data in samples] == found
+        alone = setting.made("deliver", by_driver=True) - together[0], setting.made("reports", by_driver=True) - together[1]
+        assert alone[0] >= 2 * 16 and alone[1] >= 2 * 16, "one starts, goes to a replica, and ends"
+        assert together[0] <= 16 and together[1] <= 16 + 2, together
+
+    play(scenario)
+
+
+def test_reports_whose_answer_is_lost_come_again(play: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(setting: Setting) -> None:
+        call, lost = setting.pool.members[0].actor.call, list[int]()
+
+        async def losing(method: str, *args: Any, **kw: Any) -> Any:
+            found = await call(method, *args, **kw)
+            if method == "reports" and found.number not in lost:
+                lost.append(found.number)
+                raise DeadlineError("episodes-0.reports", 60.0)
+            return found
+
+        monkeypatch.setattr(setting.pool.members[0].actor, "call", losing)
+        found = await setting.run()
+        assert len(lost) >= 2, "a replica was asked for, and an episode ended"
+        monkeypatch.undo()
+        assert found == await let_go(setting)
 
     play(scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from rlhub.agents.remote.episode_actor import EpisodeActor, EpisodeActorSettings, WorkflowKey
+from rlhub.agents.remote.episode_messages import pack_ref, unpack_ref
 from rlhub.agents.remote.workflow import EpisodeActorOptions, EpisodeActors, RemoteWorkflow, episode_actor_starter
-from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.trajectory import Trajectory, TrajectoryRef
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import DataError, EngineError, WorkerDiedError, WorkerError, WorkflowError
@@ -261,6 +263,21 @@ def test_a_withdrawn_question_is_not_answered() -> None:
     assert remotely(f"{HERE}Impatient", InTurns(DATA.seed)).response_ids[0] == sum(DATA.prompt_ids)
 
 
+@pytest.mark.parametrize(
+    "ref",
+    [
+        TrajectoryRef(home="h", key="7", prompt_length=3, response_length=9, runs=[(2, 4), (3, 1)]),
+        TrajectoryRef(home="h", key="8", prompt_length=3, response_length=9, runs=[], finish_reason="length", metrics={"n": 2.0}),
+        TrajectoryRef(home="h", key="9", prompt_length=3, response_length=9, runs=[(0, 9)], rewards=[0.0]),
+        TrajectoryRef(home="h", key="9", prompt_length=3, response_length=9, runs=[(0, 9)], added_rewards=[0.5]),
+    ],
+)
+def test_the_numbers_of_an_episode_arrive_as_they_are(ref: TrajectoryRef) -> None:
+    packed = pack_ref(int(ref.key), ref)
+    assert unpack_ref(pickle.loads(pickle.dumps(packed)), "h") == ref
+    assert len(pickle.dumps([packed] * 2)) < len(pickle.dumps([ref])), "smaller than the object"
+
+
 def test_the_host_with_the_fewest_episodes_gets_the_next() -> None:
     engine = Policy(7)
 
@@ -338,17 +355,19 @@ def test_one_that_cannot_start_ends_the_others() -> None:
     assert [actor.ended for actor in started] == [True]
 
 
-def test_a_session_has_one_episode() -> None:
+def test_a_run_has_one_episode() -> None:
     async def play() -> None:
         actor = EpisodeActor(SETTINGS)
-        await actor.take_prompt(0, ("training", "single_turn"), DATA.prompt_ids, DATA.row)
-        await actor.begin("1", 0, (3, 1, 7, None, False, False))
-        with pytest.raises(WorkflowError, match="session 1"):
-            await actor.begin("1", 0, (3, 1, 7, None, False, False))
-        await actor.respond("gone", 0, None)
-        await actor.cancel("gone")
-        with pytest.raises(WorkflowError, match="no session gone"):
-            await actor.next_message("gone")
+        await actor.take_prompt(0, ("training", "single_turn"), 3, DATA.prompt_ids, DATA.row, False, False)
+        await actor.deliver(([(1, 0, 1, 7)], [], []))
+        with pytest.raises(WorkflowError, match="run 1 "):
+            await actor.deliver(([(2, 0, 1, 7), (1, 0, 1, 7)], [], []))
+        with pytest.raises(WorkflowError, match="no run 2 "):
+            await actor.next_message(2)
+        await actor.respond(9, 0, None)
+        await actor.cancel(9)
+        with pytest.raises(WorkflowError, match="no run 9 "):
+            await actor.next_message(9)
         await actor.close()
 
     asyncio.run(play())
