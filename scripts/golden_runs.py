@@ -6,7 +6,7 @@
 Each configuration is a tiny `main_ppo` job of three steps with two optimizer steps each, on CPU with the hf engine, in process
 (backend local) and through Ray.  Recorded are every tensor of its last checkpoint (weights and optimizer states of actor and
 critic) and every metric of every step but times, memory and throughput.  Model, data and reward are made by `record` and stay
-in FOLDER, so both sides train on the same files.
+in FOLDER, so both sides train on the same files; so are the batches that `replayed` trains on, which a stale run has left.
 
 The script knows the product only by its command line and its run folder, and takes it from the working directory: copied to
 another place, it compares a checkout of any age.  Records are not committed: they hold for one machine and one set of
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import gzip
 import hashlib
 import importlib
 import json
@@ -94,6 +95,12 @@ PPO = (
     "critic.optim.lr=1e-2",
     "critic.cliprange_value=0.05",
 )
+STALE = (f"{ROLLOUT}.mode=async", "trainer.max_staleness=1", "trainer.stale_policy=correct", f"{CORRECTION}.rollout_is=token")
+ACTIONS = (
+    "{chunk:2,action_dim:2,bins:5,first_bin_id:11,place_ids:[7,8,9,10],image_token_id:3,tokens_per_image:4,value_head:true,"
+    "action_low:[-1.0],action_high:[1.0]}"
+)
+"""Of the policy of actions that `write_inputs` writes."""
 INEXACT = f"{ROLLOUT}.dtype=bfloat16"
 """The engine then samples from a policy that differs from the trainer's, so that a correction corrects."""
 CONFIGURATIONS: Mapping[str, Sequence[str]] = {
@@ -120,6 +127,21 @@ CONFIGURATIONS: Mapping[str, Sequence[str]] = {
     "mask_truncated": (f"{ACTOR}.mask_truncated=True", "algorithm.adv_estimator=rloo"),
     "whiten_rewards": (*PPO, "algorithm.whiten_rewards=True"),
     "async_staleness_0": (f"{ROLLOUT}.mode=async", "trainer.max_staleness=0"),
+    "replayed": (*STALE, "trainer.replay_from=INPUTS/batches"),
+    "collected": (*STALE, f"{ROLLOUT}.trajectories_folder=INPUTS/trajectories", f"{ROLLOUT}.weights_folder=RUN/weights"),
+    "episodes": (
+        "env.name=reach_color",
+        "data.train_files=null",
+        "custom_reward_function.path=null",
+        "data.max_prompt_length=16",
+        "actor_rollout_ref.model.path=INPUTS/policy",
+        f"actor_rollout_ref.model.vla={ACTIONS}",
+        "algorithm.adv_estimator=chunk_gae",
+        f"{ACTOR}.log_prob_level=chunk",
+        f"{ACTOR}.value_loss_coef=0.5",
+        f"{ACTOR}.optim.lr=1e-3",
+        f"{ROLLOUT}.n=2",
+    ),
     "separate_pools": (
         *PPO,
         "trainer.pools.generation.n_gpus_per_node=1",
@@ -128,7 +150,7 @@ CONFIGURATIONS: Mapping[str, Sequence[str]] = {
         "trainer.placement.critic=values",
     ),
 }
-"""Name -> settings beside the common ones."""
+"""Name -> settings beside the common ones; INPUTS and RUN stand for folders."""
 ONLY_RAY = ("separate_pools",)
 
 
@@ -210,13 +232,15 @@ def tensor_distance(before: Tensor, now: Tensor) -> str:
 
 
 def write_inputs(folder: Path, product: Path) -> None:
-    """Writes the model, the prompts and the reward that all runs share."""
+    """Writes what runs share: the model, the prompts, the reward, and what a collecting job would have left."""
     sys.path.insert(0, str(product))
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from recipes.tiny_smolvlm import write_model
     from scripts.bench.tiny_model import build
 
+    write_model(folder / "policy", 1, ["touch", "red", "blue"], num_places=4, num_bins=5)
     build(folder / "model", hidden=32, layers=2, vocab_size=VOCABULARY)
     words = [
         [f"w{2 + (7 * row + 5 * word + row * word) % (VOCABULARY - 2)}" for word in range(2 + row % 3)] for row in range(ROWS)
@@ -232,10 +256,36 @@ def write_inputs(folder: Path, product: Path) -> None:
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     (folder / "reward.py").write_text(REWARD)
+    write_trajectories(folder / "trajectories")
+
+
+def write_trajectories(folder: Path) -> None:
+    """Writes what a collecting job would have left, samples up to a version old, in the format of its files."""
+    folder.mkdir()
+    for number in range(STEPS * PROMPTS):
+        samples = [sample_of(SAMPLES * number + one) for one in range(SAMPLES)]
+        group = {"ordinal": number, "trajectories": samples, "valid": [True] * SAMPLES, "numbers": [{}] * SAMPLES}
+        row = {"data_source": "words", "ground_truth": "", "extra_info": {}}
+        data = gzip.compress((json.dumps({"prompt_ids": [2, 3], "row": row, **group}) + "\n").encode())
+        (folder / f"collector-{number:08d}.jsonl.gz").write_bytes(data)
+        facts = {"format": 1, "groups": 1, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "versions": [0, 1]}
+        (folder / f"collector-{number:08d}.manifest.json").write_text(json.dumps(facts))
+
+
+def sample_of(number: int) -> dict[str, Any]:
+    length = 1 + number % 8
+    return {
+        "prompt_ids": [2, 3],
+        "response_ids": [2 + (5 * number + token * token) % (VOCABULARY - 2) for token in range(length)],
+        "response_mask": [1] * length,
+        "rollout_log_probs": [-2.5 - (number + token) % 7 / 10 for token in range(length)],
+        "versions": [max(0, number // (SAMPLES * PROMPTS) - number % 2)] * length,
+    }
 
 
 def settings(name: str, inputs: Path, run_folder: Path, more: Sequence[str]) -> list[str]:
     """The command line of one configuration; later settings win."""
+    own = [text.replace("INPUTS", str(inputs)).replace("RUN", str(run_folder)) for text in CONFIGURATIONS[name]]
     return [
         f"data.train_files={inputs / 'train.parquet'}",
         f"data.train_batch_size={PROMPTS}",
@@ -254,13 +304,16 @@ def settings(name: str, inputs: Path, run_folder: Path, more: Sequence[str]) -> 
         "trainer.total_epochs=100",
         f"trainer.total_training_steps={STEPS}",
         f"trainer.default_local_dir={run_folder}",
-        *CONFIGURATIONS[name],
+        *own,
         *more,
     ]
 
 
-def train(name: str, backend: str, inputs: Path, product: Path, more: Sequence[str]) -> Outcome:
-    """Runs one configuration in a process of its own and returns what it left.  RuntimeError with its output where it fails."""
+def train(name: str, backend: str, inputs: Path, product: Path, more: Sequence[str], batches: Path | None = None) -> Outcome:
+    """Runs one configuration in a process of its own and returns what it left.  RuntimeError with its output where it fails.
+
+    batches: the folder to which the batches that it has recorded are copied.
+    """
     scratch = Path(tempfile.mkdtemp(prefix="golden-run-"))  # a TemporaryDirectory would end with the child
     try:
         where = "trainer.controller=multi" if backend == "torchrun" else f"trainer.backend={backend}"
@@ -270,6 +323,8 @@ def train(name: str, backend: str, inputs: Path, product: Path, more: Sequence[s
         if status != 0:
             output = (scratch / "log").read_text(errors="replace")
             raise RuntimeError(f"{name} ({backend}) ended with status {status}:\n{output[-3000:]}")
+        if batches is not None:
+            shutil.copytree(scratch / "run" / "batches", batches)
         return Outcome.of_run(scratch / "run")
     finally:
         shutil.rmtree(scratch)
@@ -415,6 +470,9 @@ def record(arguments: argparse.Namespace, runs: Sequence[tuple[str, str]]) -> in
         inputs.mkdir(parents=True)
         if status := forked(lambda: write_inputs(inputs, arguments.product), inputs / "log"):
             raise RuntimeError(f"the inputs could not be made (status {status}): see {inputs / 'log'}")
+    if any(name == "replayed" for name, _ in runs) and not (inputs / "batches").exists():
+        recording = ("trainer.replay_from=null", "trainer.record_batches=True")
+        train("replayed", "local", inputs, arguments.product, recording, inputs / "batches")
     (arguments.out / "conditions.json").write_text(json.dumps(conditions(arguments.product), indent=1) + "\n")
     with cluster(arguments.product, any(backend == "ray" for _, backend in runs)) as joined:
         for name, backend in runs:

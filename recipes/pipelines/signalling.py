@@ -27,7 +27,9 @@ from recipes.tiny_qwen2 import write_model
 from rlhub.algorithms.advantages.grpo import GRPOKnobs, grpo
 from rlhub.algorithms.inputs import AdvantageInputs, on_last_token
 from rlhub.config.cli import run
+from rlhub.config.rules.placement import unplaceable
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.errors import ConfigError
 from rlhub.pipeline.executor import Executor, RoleCalls, StepResult
 from rlhub.pipeline.graph import Pipeline
 from rlhub.protocol import DataProto
@@ -51,6 +53,7 @@ SETTINGS = (
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     "actor_rollout_ref.actor.optim.lr=1e-3",
     "actor_rollout_ref.rollout.name=hf",
+    f"trainer.pipeline={__file__}:signalling",
     "trainer.n_gpus_per_node=2",
     "trainer.total_training_steps=120",
     "trainer.default_local_dir=outputs/signalling",
@@ -134,7 +137,12 @@ class Game:
 
 
 def play(config: PPOConfig, pipeline: Pipeline) -> Iterator[StepResult]:
-    """Starts both policies, each from weights of its own, and yields what each step leaves."""
+    """Starts both policies, each from weights of its own, and yields what each step leaves.
+
+    Raises ConfigError where trainer.placement names other roles.
+    """
+    if problems := unplaceable(config.trainer, usual=(), own=ROLES):
+        raise ConfigError(problems)
     roles, runtime = {}, worker_runtime(config)
     for index, role in enumerate(ROLES):
         section = copy.deepcopy(config.actor_rollout_ref)

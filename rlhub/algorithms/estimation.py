@@ -1,7 +1,8 @@
 """The work on the token columns of a training batch between the forward passes and the updates.
 
 `compute_advantages` goes from scores to advantages and says which tokens may train, and measures the mismatch of the policy that
-sampled; `rollout_correction` weights and rejects tokens for it; `select_tokens` has a policy loss choose tokens of a mini-batch.
+sampled; `measure_batch` measures alone, where a user's own function makes the advantages.  `rollout_correction` weights and
+rejects tokens for the mismatch; `select_tokens` has a policy loss choose tokens of a mini-batch.
 
 Each is a function of some rows of the batch and of the gather that brings numbers of all rows together, so every rank calls it
 with its own rows.  What it returns is the same in every bit however the batch is cut, and the metrics are those of the whole
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -94,8 +95,7 @@ def compute_advantages(
     Raises RewardError where rewards are too large, ProtocolError for a reward on a token that the model did not write; both name
     the row by its number in sampled order, in every process.
     """
-    measured = "old_log_probs" in columns and "rollout_log_probs" in columns
-    metrics = measure_mismatch(columns, gather, version) if measured else {}
+    metrics = mismatch_metrics(columns, gather, version)
     columns = with_old_log_probs(columns)
     valid = columns["valid"] & columns["response_mask"].bool().any(1)
     scored = masked(columns["response_mask"], valid[:, None])
@@ -109,6 +109,30 @@ def compute_advantages(
     metrics |= of_kl | outputs.metrics | batch_metrics(gather.each(rows))
     check_advantages({**columns, **found}, scored, metrics, gather)
     return ColumnOutputs(columns=found, metrics=metrics)
+
+
+def measure_batch(
+    columns: Columns, gather: Gather, algorithm: AlgorithmConfig, *, kl_coef: float = 0.0, version: int | None = None
+) -> dict[str, float]:
+    """Returns what `compute_advantages` reports of a batch whose advantages something else has computed, but the estimator's own
+    metrics: mismatch, lengths, and rewards, KL, advantages, returns and values where there are such columns."""
+    metrics = mismatch_metrics(columns, gather, version)
+    columns = with_old_log_probs(columns)
+    valid, rewards = columns["response_mask"].bool().any(1), {}
+    if {"scores", "valid"} <= columns.keys():
+        valid &= columns["valid"]
+        if not {"old_log_probs", "ref_log_prob"} <= columns.keys():
+            algorithm = replace(algorithm, use_kl_in_reward=False)
+        scored = masked(columns["response_mask"], valid[:, None])
+        rewards["token_level_rewards"], of_kl = token_rewards(columns, scored, gather, algorithm, kl_coef)
+        metrics |= of_kl
+    return metrics | batch_metrics(gather.each(metric_rows({**columns, **rewards}, valid)))
+
+
+def mismatch_metrics(columns: Columns, gather: Gather, version: int | None) -> dict[str, float]:
+    """Returns the metrics of the mismatch where a forward pass has given the policy's own log-probs."""
+    measured = "old_log_probs" in columns and "rollout_log_probs" in columns
+    return measure_mismatch(columns, gather, version) if measured else {}
 
 
 def with_old_log_probs(columns: Columns) -> Columns:
@@ -243,15 +267,18 @@ def metric_rows(columns: Columns, valid: Tensor, first: Tensor | None = None) ->
     lengths = columns["response_length"]
     prompts = columns["prompt_length"] if "prompt_length" in columns else columns["attention_mask"].sum(1) - lengths
     tensors = {name: columns[name] for name in ("advantages", "returns", "values") if name in columns}
+    scores = {"critic/score": row_moments(columns["scores"], counted)} if "scores" in columns else {}
+    if "token_level_rewards" in columns:
+        scores["critic/rewards"] = row_moments(row_sums(columns["token_level_rewards"], mask), counted)
+    learns = columns.get("learn_mask", mask)
     return {
         "response_length": row_moments(lengths, every),
         "response_length/clip_ratio": row_moments(columns["finish_reason"] == 1, every),
         "prompt_length": row_moments(prompts, every),
-        "critic/score": row_moments(columns["scores"], counted),
-        "critic/rewards": row_moments(row_sums(columns["token_level_rewards"], mask), counted),
+        **scores,
         **{f"critic/{name}": row_moments(column, mask) for name, column in tensors.items()},
         "perf/total_num_tokens": row_moments(prompts + lengths, every),
-        "actor/masked_samples": row_moments(~columns["learn_mask"].bool().any(1), every),
+        "actor/masked_samples": row_moments(~learns.bool().any(1), every),
     }
 
 
@@ -263,8 +290,8 @@ def batch_metrics(rows: Mapping[str, Tensor]) -> dict[str, float]:
     metrics = {name: moments.pop(name).total.item() for name in totals}
     metrics |= {name: value for prefix, found in moments.items() for name, value in spread(prefix, found).items()}
     metrics["response_length/clip_ratio"] = clipped.mean.item()
-    scores = moments["critic/score"]
-    if scores.count > 0:
+    scores = moments.get("critic/score")
+    if scores is not None and scores.count > 0:
         metrics |= {"reward/mean": scores.mean.item(), "reward/std": (scores.squares / scores.count).sqrt().item()}
     return metrics
 

@@ -15,22 +15,26 @@ from rlhub.pipeline.graph import Pipeline
 # until the rows are with the ranks that train on them.
 TOKENS = "input_ids attention_mask"
 FIELDS = "data_source? ground_truth? extra_info?"
-ROWS = "uid ordinal sample_index episode_id? prompt_length? response_length"
-SAMPLED = f"{TOKENS} prompts? responses response_mask finish_reason {ROWS} {FIELDS} rollout_log_probs policy_version?"
+ROWS = "uid ordinal? sample_index episode_id? prompt_length? response_length"
+CALLS = "episode? call? terminated? next_values?"
+SAMPLED = f"{TOKENS} pixel_values? prompts? responses response_mask finish_reason {ROWS} {FIELDS} {CALLS} " + (
+    "rollout_log_probs policy_version?"
+)
 TEXT = f"{TOKENS} responses response_mask {ROWS} {FIELDS}"
 SCORES = "scores valid token_level_scores? baseline_rewards? group_metric? reward/*?"
 MODEL = f"{TOKENS} response_mask"
 DEMONSTRATIONS = f"{MODEL} frame?"
 PAIRS = f"{MODEL} margin?"
+ESTIMATED = "advantages? returns? learn_mask?"
 PLACES = "row_order mini_batch critic_mini_batch?"
-DEALT = f"{MODEL} row_order"
-SCORED = f"{SCORES} response_mask finish_reason {ROWS} row_order"
+DEALT = f"{MODEL} pixel_values? row_order"
+SCORED = f"{SCORES} response_mask finish_reason {ROWS} {CALLS} row_order"
 PREDICTED = "values? old_log_probs? ref_log_prob? sum_pi_squared? rollout_log_probs policy_version?"
 VALUE = f"{TOKENS} learn_mask critic_mini_batch values returns"
 CORRECTION = "sample_index learn_mask advantages old_log_probs? rollout_log_probs"
 SELECTION = f"{CORRECTION} loss_mask? mini_batch step"
 POLICY = (
-    f"{TOKENS} mini_batch advantages learn_mask loss_mask? importance_weights? selected? "
+    f"{TOKENS} pixel_values? mini_batch advantages learn_mask loss_mask? importance_weights? selected? "
     "old_log_probs? rollout_log_probs ref_log_prob? policy_version?"
 )
 
@@ -39,6 +43,7 @@ class Needs(Protocol):
     """Says what the chosen algorithm requires; `trainer.ppo.requirements` explains it."""
 
     values: bool
+    own_values: bool
     reference: bool
     old_log_probs: bool
     correction: bool
@@ -53,7 +58,8 @@ def ppo(config: Any, needs: Needs) -> Pipeline:
     step.add("score", reads=TEXT, writes=SCORES)
     step.add("balance", reads=f"step {ROWS}", writes=PLACES, gathers="response_length sample_index")
 
-    step.add("compute_log_prob", on="actor", reads=DEALT, writes="old_log_probs sum_pi_squared?", when=needs.old_log_probs)
+    predicted = ["old_log_probs sum_pi_squared?", "values" if needs.own_values else ""]
+    step.add("compute_log_prob", on="actor", reads=DEALT, writes=predicted, when=needs.old_log_probs)
     step.add("compute_ref_log_prob", on="reference", reads=DEALT, writes="ref_log_prob", when=needs.reference)
     step.add("compute_values", on="critic", reads=DEALT, writes="values", when=needs.values)
     step.add("compute_advantages", on="actor", reads=[SCORED, PREDICTED], writes="advantages returns learn_mask")
@@ -64,8 +70,20 @@ def ppo(config: Any, needs: Needs) -> Pipeline:
     corrected = "loss_mask importance_weights?"
     step.add("rollout_correction", on="actor", reads=CORRECTION, writes=corrected, when=needs.correction and learns)
     step.add("select_tokens", on="actor", reads=SELECTION, writes="selected", when=needs.selection and learns)
-    step.add("update_actor", on="actor", reads=POLICY, trains="actor", when=learns)
+    learned = [POLICY, "values returns" if needs.own_values else ""]
+    step.add("update_actor", on="actor", reads=learned, trains="actor", when=learns)
     return step
+
+
+def measured(step: Pipeline) -> Pipeline:
+    """Lets a step whose advantages are a user's own measure what `compute_advantages` measures beside them, before the update:
+    the mismatch of the policies, rewards and lengths."""
+    names = [node.name for node in step.nodes]
+    own = next((node.name for node in step.nodes if any(use.name == "advantages" for use in node.writes)), None)
+    if own is None or "measure" in names or any(node.run == "compute_advantages" for node in step.nodes):
+        return step
+    scored = f"{SCORED} {SCORES}".replace("scores valid", "scores? valid?")
+    return step.insert("measure", below=own, run="measure_batch", on="actor", reads=[scored, PREDICTED, ESTIMATED])
 
 
 def dapo(config: Any, needs: Needs) -> Pipeline:
@@ -103,14 +121,14 @@ def rm(config: Any, needs: Needs | None = None) -> Pipeline:
 
 
 class DataDriver(Protocol):
-    """The driver's own function of supervised training; see `Driver`."""
+    """The driver's own function of supervised training; see `StepDriver`."""
 
     def next_batch(self, batch: Any) -> Any:
         """Returns the next batch of a data set."""
 
 
-class Driver(DataDriver, Protocol):
-    """The driver's own functions, which these pipelines call by name.
+class StepDriver(Protocol):
+    """The driver's own functions of a training step, which these pipelines call by name.
 
     Each gets a batch of the columns that its node reads, with the columns of the step in meta_info, and returns a batch of those
     that it writes, or None; meta_info["metrics"] of the latter are the node's metrics.
@@ -130,3 +148,7 @@ class Driver(DataDriver, Protocol):
 
     def balance(self, batch: Any) -> Any:
         """Deals the rows to the ranks by their lengths: gets all columns and returns them in the new order, where they train."""
+
+
+class Driver(DataDriver, StepDriver, Protocol):
+    """All functions of drivers."""

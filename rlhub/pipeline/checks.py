@@ -28,18 +28,21 @@ ROLES: Mapping[str, str] = {
     "judge": "rlhub.workers.roles:JudgeWorker",
 }
 """The class of each role's workers, "module:Class"; a pipeline may have roles of its own (`Pipeline.roles`)."""
+NONE_MISSING: Mapping[str, str] = {}
 READY_MADE = tuple(name for name, column in COLUMNS.items() if column.writer == "executor")
 
 
-def check_nodes(nodes: Sequence[Node], roles: Mapping[str, str], settings: Any = None) -> list[str]:
+def check_nodes(
+    nodes: Sequence[Node], roles: Mapping[str, str], settings: Any = None, missing: Mapping[str, str] = NONE_MISSING
+) -> list[str]:
     """Returns the problems of a pipeline's nodes, in their order; [] where it can run.
 
     roles: the class of each role's workers, "module:Class".  settings: the configuration whose settings conditions may name;
-    None: any.
+    None: any.  missing: roles that the job does not have, with the remedy of each.
     """
     twice = [name for name, count in Counter(node.name for node in nodes).items() if count > 1]
     problems = [f"node {name!r} is declared twice; rename one" for name in twice]
-    checks = _Checks(list(nodes), roles, settings)
+    checks = _Checks(list(nodes), roles, settings, missing)
     own: tuple[Callable[[Node], Iterator[str]], ...] = (
         checks.role,
         checks.target,
@@ -50,22 +53,25 @@ def check_nodes(nodes: Sequence[Node], roles: Mapping[str, str], settings: Any =
     )
     for node in nodes:
         problems += [f"node {node.name!r} {problem}" for check in own for problem in check(node)]
-    # Edges by name mean nothing where two nodes share one.
-    return [*problems, *checks.writers(), *(() if twice else checks.order()), *checks.unused()]
+    return [*problems, *checks.writers(), *checks.order(), *checks.unused()]
 
 
 @dataclass(slots=True)
 class _Checks:
-    """What the checks look up.  written: the nodes that write each name; declared: all columns, with those of the pipeline."""
+    """What the checks look up.  drivers: the driver's functions; written: the nodes that write each name; declared: all
+    columns, with those of the pipeline."""
 
     nodes: list[Node]
     roles: Mapping[str, str]
     settings: Any
+    missing: Mapping[str, str]
+    drivers: set[str] = field(init=False)
     written: dict[str, list[Node]] = field(init=False, default_factory=dict)
     declared: dict[str, StepColumn] = field(init=False)
 
     def __post_init__(self) -> None:
         self.declared = declared_columns(self.nodes)
+        self.drivers = methods_of(self.roles[DRIVER], True) or set()
         for node in self.nodes:
             for use in node.writes:
                 self.written.setdefault(use.name, []).append(node)
@@ -75,6 +81,8 @@ class _Checks:
     def role(self, node: Node) -> Iterator[str]:
         if node.on not in self.roles:
             yield f"is on role {node.on!r}, which there is not{suggest(node.on, self.roles)}; known: {', '.join(self.roles)}"
+        elif node.on in self.missing and node.when is not False and ":" not in node.run and node.run not in self.drivers:
+            yield f"is on {node.on}, which this job does not have: {self.missing[node.on]}"
         if node.trains and node.on == DRIVER:
             yield f"trains {node.trains!r} and is on no role: give on={node.trains!r}"
         elif node.trains and node.trains != node.on:
@@ -85,10 +93,9 @@ class _Checks:
             yield from (problem.replace("run=", "runs ", 1) for problem in target_problems("run", node.run))
             return
         own = methods_of(self.roles[node.on], node.on == DRIVER) if node.on in self.roles else None
-        drivers = methods_of(self.roles[DRIVER], True) or set()
-        if own is None or node.run in drivers | own:
+        if own is None or node.run in self.drivers | own:
             return
-        known = sorted(own if node.on == DRIVER else drivers | own)
+        known = sorted(own if node.on == DRIVER else self.drivers | own)
         yield (
             f"runs {node.run!r}, which is no method of {'' if node.on == DRIVER else node.on + ' or '}the driver"
             f"{suggest(node.run, known)}; there are: {', '.join(known)}. Your own is 'module:name' or 'file.py:name'"
@@ -164,9 +171,11 @@ class _Checks:
 
     def order(self) -> Iterator[str]:
         """Finds cycles, nodes above those they need, and nodes below the one that trains the weights they use."""
-        edges = find_edges(self.nodes)
+        names = [node.name for node in self.nodes]
+        nodes = [node for index, node in enumerate(self.nodes) if names.index(node.name) == index]  # edges go by name
+        edges = find_edges(nodes)
         before = ancestors(edges)
-        position = {node.name: index for index, node in enumerate(self.nodes)}
+        position = {node.name: index for index, node in enumerate(nodes)}
         cyclic = {name for name in position if name in before.get(name, ())}
         if cyclic:
             yield f"nodes wait for each other in a circle: {' -> '.join(_circle(edges, cyclic))}"
@@ -174,8 +183,8 @@ class _Checks:
             if position[edge.source] > position[edge.target] and not {edge.source, edge.target} <= cyclic:
                 above, below = repr(edge.target), repr(edge.source)
                 yield f"node {above} needs {below} ({edge.label}), which stands below it; put {above} below {below}"
-        for node in self.nodes:
-            for trainer in self.nodes[: position[node.name]]:
+        for node in nodes:
+            for trainer in nodes[: position[node.name]]:
                 if trainer.trains == node.on and not node.trains and trainer.name not in before.get(node.name, ()):
                     yield (
                         f"node {node.name!r} uses the weights of {node.on} and stands below {trainer.name!r}, which trains them: "

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Dim = Literal["rows", "prompt", "response", "sequence", "chunk", "action"]
+Dim = Literal["rows", "prompt", "response", "sequence", "chunk", "action", "pixel"]
 """rows: samples, or pairs.  prompt, response, sequence: tokens, padded on the left, on the right, and both.  chunk, action: the
-chunks of actions of a robot's episode, and the actions of one."""
+chunks of actions of a robot's episode, and the actions of one.  pixel: the colours of pictures."""
 DIMS: tuple[str, ...] = get_args(Dim)
 DTYPES = ("float32", "float64", "bfloat16", "int32", "int64", "uint8", "bool", "object")
 
@@ -98,6 +98,10 @@ sample_index        int64(rows)              sample               the row's numb
 episode_id          int64(rows)              sample               the number of the row's episode, where some have several rows
 prompt_length       int64(rows)              sample               tokens of the prompt
 response_length     int64(rows)              sample               tokens of the response
+episode             int64(rows)              sample               the episode of a policy's call, from 0
+call                int64(rows)              sample               the number of the call in its episode, from 0
+terminated          bool(rows)               sample               the call has ended its episode; else it goes on or was cut off
+next_values         float32(rows)            sample               the value of the state behind an episode's last call
 finish_reason       int64(rows)              sample               how the response ended: 0 stop, 1 length, 2 abort
 data_source         object(rows)             sample               the name of the data, for the scorers
 ground_truth        object(rows)             sample               the answer that the data gives, for the scorers
@@ -133,6 +137,7 @@ importance_weights  float32(rows response)   rollout_correction   trainer's over
 loss_mask           bool(rows response)      rollout_correction   learn_mask without rejected tokens, where there are any
 selected            bool(rows response)      select_tokens        the tokens that the policy's loss chose from the mini-batch
 # of a robot's episode
+pixel_values        uint8(rows pixel)        sample               the pictures that the policy read, of all cameras
 actions             float32(rows chunk action) sample             the actions that were taken
 """
 """One column a line: name, type, usual writer, meaning."""

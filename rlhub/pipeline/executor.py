@@ -244,7 +244,7 @@ class _Step:
             self.metrics[node.name] = metrics
         names = names_of(output)
         before = names_of(self.batch)
-        given = {*before, *self.batch.meta_info} if node.rearranges else ()
+        given = {*before, *self.batch.meta_info, *self._written(node)} if node.rearranges else ()
         self._check(node, [name for name in (*names, *output.meta_info) if name not in given])
         if node.rearranges:
             self._rearrange(output, [name for name in before if name not in names])
@@ -252,6 +252,11 @@ class _Step:
         for order in self.orders[started.orders :] if names else ():
             output.reorder(order)
         self.batch = join(self.batch, output)
+
+    def _written(self, mover: Node) -> set[str]:
+        """Returns what the nodes that ended before may have written: rows that move may be stored in another form."""
+        ended = [node for node in self.executor.graph.nodes if node is not mover and node.name in self.timings]
+        return {use.name for node in ended for use in node.writes}
 
     def _check(self, node: Node, written: Sequence[str]) -> None:
         """Raises ProtocolError for columns that a node may not write, and for those that it did not although it says so."""

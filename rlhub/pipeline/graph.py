@@ -18,8 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, Unpack
 
+from rlhub.config.names import target_problems
 from rlhub.errors import ConfigError
-from rlhub.pipeline.checks import ROLES, check_nodes
+from rlhub.pipeline.checks import NONE_MISSING, ROLES, check_nodes
 from rlhub.pipeline.nodes import Edge, Node, NodeFields, find_edges
 from rlhub.registry import suggest
 
@@ -118,18 +119,25 @@ class Pipeline:
                 del self.nodes[index]
         return self
 
-    def problems(self, settings: Any = None, usual: Mapping[str, str] = ROLES) -> list[str]:
+    def problems(
+        self, settings: Any = None, usual: Mapping[str, str] = ROLES, missing: Mapping[str, str] = NONE_MISSING
+    ) -> list[str]:
         """Returns all that is wrong.
 
         settings: the configuration whose settings conditions may name; None: any.  usual: the roles beside the pipeline's own.
+        missing: those of them that the job does not have, with the remedy of each.
         """
-        return [*self._problems, *check_nodes(self.nodes, {**usual, **self.roles}, settings)]
+        classes = [text for role, target in self.roles.items() for text in target_problems(f"role {role!r}", target)]
+        return [*self._problems, *classes, *check_nodes(self.nodes, {**usual, **self.roles}, settings, missing)]
 
     def build(self, settings: Any = None, usual: Mapping[str, str] = ROLES) -> TaskGraph:
         """Returns the graph of the nodes that run.  Raises ConfigError with all problems."""
-        problems = self.problems(settings, usual)
-        if problems:
+        if problems := self.problems(settings, usual):
             raise ConfigError([f"pipeline {self.name!r}: {problem}" for problem in problems])
+        return self.graph()
+
+    def graph(self) -> TaskGraph:
+        """Returns the graph of the nodes that run, of a pipeline that was checked."""
         active = [node for node in self.nodes if node.when is not False]
         skipped = tuple(node.name for node in self.nodes if node.when is False)
         edges = tuple(find_edges(active))

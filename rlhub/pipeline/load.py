@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhub.config.names import target_problems, unknown
+from rlhub.config.rules.engines import ONLY_ROLE
+from rlhub.config.rules.placement import unplaceable
 from rlhub.errors import ConfigError, RlhubError
-from rlhub.pipeline.checks import ROLES
+from rlhub.pipeline.checks import NONE_MISSING, ROLES
 from rlhub.pipeline.graph import Pipeline, TaskGraph
 from rlhub.pipeline.nodes import DRIVER
 from rlhub.registry import Registry
@@ -46,12 +48,36 @@ def load_pipeline(target: str) -> PipelineFunction:
     return function
 
 
-def build_pipeline(target: str, config: Any, needs: Any, usual: Mapping[str, str] = ROLES) -> TaskGraph:
+def build_pipeline(
+    target: str,
+    config: Any,
+    needs: Any,
+    usual: Mapping[str, str] = ROLES,
+    missing: Mapping[str, str] = NONE_MISSING,
+    complete: Callable[[Pipeline], object] | None = None,
+) -> TaskGraph:
     """Returns the checked graph of a configuration's pipeline.
 
-    usual: the roles that there are beside the pipeline's own, with the class of each.  The user's function is run; nothing that
-    nodes name is imported.  Raises ConfigError with all that is wrong.
+    usual: the roles that there are beside the pipeline's own, with the class of each.  missing: those of them that this job does
+    not have, with the remedy of each.  complete: adds the nodes that a command needs in every pipeline.  The user's function is
+    run; nothing that nodes name is imported.  Raises ConfigError with all that is wrong.
     """
+    pipeline = _declared(target, config, needs)
+    if complete is not None:
+        complete(pipeline)
+    problems = pipeline.problems(config, usual, missing)
+    if DRIVER in pipeline.roles:
+        problems.append(f"the role {DRIVER!r} is this command's own: nodes call functions of yours by run='file.py:name'")
+    problems = [f"{SETTING}={target}: {problem}" for problem in problems]
+    if config is not None:
+        problems += unplaceable(config.trainer, usual, pipeline.roles)
+    if problems:
+        raise ConfigError(problems)
+    return pipeline.graph()
+
+
+def _declared(target: str, config: Any, needs: Any) -> Pipeline:
+    """Returns what the function of a pipeline returns.  Raises ConfigError where it fails, or is another command's."""
     own = BUILT_IN.get(command_of(config), ())
     if target not in own and any(target in names for names in BUILT_IN.values()):
         raise ConfigError(
@@ -68,16 +94,22 @@ def build_pipeline(target: str, config: Any, needs: Any, usual: Mapping[str, str
     if not isinstance(pipeline, Pipeline):
         found = type(pipeline).__name__
         raise ConfigError(f"{SETTING}={target}: it returned {found}; expected a rlhub.pipeline.graph.Pipeline")
-    problems = pipeline.problems(config, usual)
-    if problems:
-        raise ConfigError([f"{SETTING}={target}: {problem}" for problem in problems])
-    return pipeline.build(config, usual)
+    return pipeline
 
 
-def pipeline_problems(target: str, config: Any, needs: Any, usual: Mapping[str, str] = ROLES) -> list[str]:
-    """Returns all that is wrong with a configuration's pipeline, for the checks before the start."""
+def supervised_graph(config: Any) -> TaskGraph:
+    """Returns the checked graph of main_sft, main_dpo or main_rm.  Raises ConfigError with all that is wrong."""
+    target = config.trainer.pipeline or command_of(config)
+    graph = build_pipeline(target, config, None, SUPERVISED_ROLES)
+    if ONLY_ROLE not in graph.roles:
+        raise ConfigError(f"{SETTING}={target}: it has no role {ONLY_ROLE!r}, which is the one that is validated")
+    return graph
+
+
+def problems_of(build: Callable[[], object]) -> list[str]:
+    """Returns all that is wrong with a pipeline that `build` builds, for the checks before the start."""
     try:
-        build_pipeline(target, config, needs, usual)
+        build()
     except ConfigError as error:
         return list(error.problems)
     return []

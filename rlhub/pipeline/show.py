@@ -22,7 +22,9 @@ COLORS = {
     "model_inference": "#e8f0fe",
     "model_train": "#fce8e6",
 }
-WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 190, 46, 30, 46, 16
+WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 230, 46, 30, 46, 16
+NO_BAR = 'style="visibility:hidden"'
+"""The style of a node's bar in a picture without times."""
 MOST_IN_LABEL = 3
 """A label names so many columns of an edge, and counts the others."""
 
@@ -63,7 +65,7 @@ def to_svg(graph: TaskGraph) -> str:
     """Returns a picture that stands inside an HTML page: nodes in layers from top to bottom.
 
     A node is a group with data-node, an edge a path with data-source and data-target.  The report of a run (tracking/report.py)
-    adds each node's time to its last text.
+    adds each node's time to its last text, and shows its bar as long as the time is beside the longest one.
     """
     layers = layers_of(graph)
     widest = max(map(len, layers), default=1)
@@ -109,12 +111,14 @@ def layers_of(graph: TaskGraph) -> list[list[Node]]:
 def _svg_node(node: Node, place: tuple[float, float]) -> str:
     x, y = place
     below = f"{node.type} on {node.role}"
+    line = f'<text x="{x + WIDTH / 2:g}" text-anchor="middle" style="fill:#202124" y='  # readable in a dark page too
     return (
         f"<g data-node={quoteattr(node.name)}>"
         f"<title>{escape(_tooltip(node))}</title>"
         f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{COLORS[node.type]}" stroke="#5f6368"/>'
-        f'<text x="{x + WIDTH / 2:g}" y="{y + 19:g}" text-anchor="middle" font-weight="bold">{escape(node.name)}</text>'
-        f'<text x="{x + WIDTH / 2:g}" y="{y + 35:g}" text-anchor="middle" font-size="10">{escape(below)}</text></g>'
+        f'<rect x="{x:g}" y="{y + HEIGHT - 5:g}" width="{WIDTH}" height="5" fill="#d93025" {NO_BAR}/>'
+        f'{line}"{y + 17:g}" font-weight="bold">{escape(node.name)}</text>'
+        f'{line}"{y + 33:g}" font-size="10">{escape(below)}</text></g>'
     )
 
 

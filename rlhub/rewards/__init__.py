@@ -7,6 +7,7 @@ managers.py       the managers naive and dapo: the rewards of a batch out of its
 combine.py        one reward out of a function, a reward model and a judge; the judge itself
 judge_prompt.py   the judge's prompt, and the score in its answer
 pool.py           scores from a function in killable processes
+srpo.py           rewards of failed episodes by their distance to successes
 answers.py        final answers in texts; the scorers gsm8k and exact
 math.py           the scorer math
 rendering.py      the texts of a batch in another model's tokens

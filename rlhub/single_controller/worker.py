@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from rlhub.errors import ConfigError, DispatchError
+from rlhub.utils.user_code import absolute, load_target
 
 _ENV_FIELDS = {
     "WORLD_SIZE": "world_size",
@@ -135,12 +136,21 @@ class Worker:
 
 
 class ClassWithInitArgs:
-    """A worker class with the arguments it will be constructed with, on every rank."""
+    """A worker class with the arguments it will be constructed with, on every rank.
 
-    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        self.cls = cls
+    cls: the class, or for one of a user's file, whose module other processes do not know, "path.py:Class".
+    """
+
+    def __init__(self, cls: type | str, *args: Any, **kwargs: Any) -> None:
+        self._cls = absolute(cls) if isinstance(cls, str) else cls
         self.args = args
         self.kwargs = kwargs
+
+    @property
+    def cls(self) -> type:
+        """Returns the class.  Raises LoadError where a user's cannot be loaded."""
+        loaded: type = load_target(self._cls) if isinstance(self._cls, str) else self._cls
+        return loaded
 
     def build(self, context: WorkerContext) -> Any:
         """Constructs the worker in its place."""

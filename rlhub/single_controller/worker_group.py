@@ -51,6 +51,12 @@ class GroupMethod:
         self.deadline = spec.deadline
 
     @property
+    def num_shards(self) -> int:
+        """Returns the number of parts into which a call cuts its batch; 1 where it does not."""
+        mesh = self._spec.mode.mesh
+        return self._group.mesh(mesh).dp_size if mesh else 1
+
+    @property
     def submit(self) -> GroupMethod:
         """Returns the same method as a non-blocking one: a call gives a DataProtoFuture where the mode collects DataProto, else a
         CallFuture."""

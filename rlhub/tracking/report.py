@@ -37,7 +37,9 @@ STALENESS_SHARE = "staleness/share_"  # begins the metrics that say which share 
 GRAPH_NODE = re.compile(r"""(?P<node><g data-node=(?P<q>["'])(?P<name>.*?)(?P=q)>.*?)</text></g>""", re.DOTALL)
 """A node in graph.svg; its last text ends the group."""
 BASE64 = re.compile(r"[A-Za-z0-9+/=]+")
-GRAPH_NOTE = '<p class="note">The mean seconds of each node; those of nodes that run at the same time overlap.</p>'
+NO_BAR = 'style="visibility:hidden"'
+"""The style of a node's bar there."""
+GRAPH_NOTE = '<p class="note">The mean seconds of each node, with a bar; those of nodes that run at the same time overlap.</p>'
 GANTT_NOTE = "What ran when, a row for each role, replica or thread; trace.json has more of it, for ui.perfetto.dev."
 CURVES_NOTE = (
     "Steps run from left to right. Of noisy figures the pale line is the value of each step and the strong one a moving average. "
@@ -251,10 +253,14 @@ def _graph(folder: RunFolder, series: dict[str, Series]) -> str:
         return ""
     of_nodes = [one for name, one in series.items() if name.startswith(NODE_TIME)]
     times = {one.name.removeprefix(NODE_TIME): statistics.fmean(one.values) for one in of_nodes}
+    longest = max(times.values(), default=0.0) or 1.0
 
     def with_time(match: re.Match[str]) -> str:
         seconds = times.get(unescape(match["name"]))
-        return match[0] if seconds is None else f"{match['node']}: {seconds:.3f} s</text></g>"
+        if seconds is None:
+            return match[0]
+        bar = f'style="transform-box:fill-box;transform:scaleX({seconds / longest:.3f})"'
+        return f"{match['node'].replace(NO_BAR, bar)}: {seconds:.3f} s</text></g>"
 
     picture = GRAPH_NODE.sub(with_time, folder.graph.read_text(encoding="utf-8"))
     return f'<h2>The step as a graph</h2><div class="charts wide"><div class="chart">{picture}</div></div>{GRAPH_NOTE}'

@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 REQUIRED = ("data.val_files", "actor_rollout_ref.model.path")
 DESCRIPTION = (
     "Sample answers to data.val_files (actor_rollout_ref.rollout.val_kwargs says how), score them, and report pass@1 and "
-    "pass@k, over all rows and per data source.  The sampled answers and metrics.jsonl are left in the run folder."
+    "pass@k, over all rows and per data source; with env.name, let the policy act in simulators, and report its success over "
+    "env.val_scenes initial states.  The sampled answers and metrics.jsonl are left in the run folder."
 )
 
 

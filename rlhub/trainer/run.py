@@ -32,6 +32,7 @@ from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.spans import STEPS, CallTiming, SpanLog
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
 from rlhub.utils import faults
+from rlhub.utils.atomic import write_text
 from rlhub.utils.faults import FaultPlan
 from rlhub.utils.timing import PhaseTimer
 
@@ -293,6 +294,10 @@ class Run:
         assert self.recorder is not None
         self._record_span(step)
         self.recorder.log(step, {**metrics, **self._timings(metrics)})
+
+    def write_graph(self, picture: str) -> None:
+        """Writes the picture of a step that is a graph, which the report shows."""
+        write_text(self.folder.graph, picture)
 
     def log_generations(self, step: int, rows: Sequence[GenerationRow], split: str = "val") -> None:
         """Logs sample completions for people to read."""

@@ -1,12 +1,12 @@
 """Supervised training: one optimizer step a batch, with the same run folder, checkpoints and resume as RL.
 
 SupervisedTrainer is the same for demonstrations (SFT), preference pairs (DPO) and reward models: the step is a pipeline
-(rlhub.pipeline.builtin), which names the worker that has the loss.
+(rlhub.pipeline.builtin), which names the worker that has the loss.  A user's pipeline may train further roles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,15 +25,13 @@ from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.pipeline.builtin import DEMONSTRATIONS, PAIRS
 from rlhub.pipeline.executor import Executor, RoleCalls, names_of
 from rlhub.pipeline.graph import TaskGraph
-from rlhub.pipeline.load import SUPERVISED_ROLES, build_pipeline, command_of
+from rlhub.pipeline.load import supervised_graph
 from rlhub.pipeline.show import to_svg
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
 from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.metrics import graph_metrics, mean_metrics
 from rlhub.trainer.run import Run
-from rlhub.utils.atomic import write_text
-from rlhub.utils.user_code import load_target
 from rlhub.workers.memory_handover import WorkerRuntime
 
 SupervisedConfig = SFTConfig | DPOConfig | RMConfig
@@ -41,17 +39,18 @@ SupervisedConfig = SFTConfig | DPOConfig | RMConfig
 
 @dataclass(slots=True, kw_only=True)
 class SupervisedTrainer:
-    """Trains one model on batches of a data set, and validates and saves it when that is due.
+    """Trains on batches of a data set, validates the model, and saves all that the graph trains, when that is due.
 
-    graph: one optimizer step over data.train_batch_size rows, which `next_batch` gives.  model: a worker group with
-    `evaluate(batch)` (sums and their `count`), `save_checkpoint`, `load_checkpoint` and what the graph calls.
+    graph: one optimizer step over data.train_batch_size rows, which `next_batch` gives.  groups: the workers of its roles, with
+    what it calls, and `save_checkpoint` and `load_checkpoint` of those that it trains.  ONLY_ROLE among them has
+    `evaluate(batch)` (sums and their `count`).
     """
 
     config: SupervisedConfig
     run: Run
     loader: ResumableLoader
     val_batches: Sequence[DataProto]
-    model: WorkerGroup
+    groups: Mapping[str, WorkerGroup]
     graph: TaskGraph
     total_steps: int
 
@@ -62,7 +61,7 @@ class SupervisedTrainer:
             self.run.begin_step(0)
             self.run.log(0, self.validate())
         batches = self.loader.endless()
-        calls = RoleCalls({"next_batch": lambda _: next(batches)}, {ONLY_ROLE: self.model})
+        calls = RoleCalls({"next_batch": lambda _: next(batches)}, self.groups)
         train_step = Executor(self.graph, calls, self.config)
         stopping = self.run.stop_requested
         while step < self.total_steps and not stopping:
@@ -80,14 +79,20 @@ class SupervisedTrainer:
         """Returns the metrics val/...: each sum of the workers divided by the sum of their `count`."""
         totals: dict[str, float] = {}
         for batch in self.val_batches:
-            for name, value in mean_metrics(self.model.evaluate(batch).meta_info["metrics"]).items():
+            for name, value in mean_metrics(self.groups[ONLY_ROLE].evaluate(batch).meta_info["metrics"]).items():
                 totals[name] = totals.get(name, 0.0) + value
         count = max(totals.pop("count"), 1.0)
         return {f"val/{name}": total / count for name, total in totals.items()}
 
     def save(self, folder: Path) -> list[FileEntry]:
-        """Lets every rank write its part below `folder`/model, and returns the files."""
-        return [entry for rank in self.model.save_checkpoint(str(folder / ONLY_ROLE)) for entry in rank]
+        """Lets every rank write its part of each trained role below `folder`/<role>, and returns the files."""
+        saved = [self.groups[role].save_checkpoint(str(folder / role)) for role in self.trained]
+        return [entry for ranks in saved for entries in ranks for entry in entries]
+
+    @property
+    def trained(self) -> list[str]:
+        """Returns the roles whose weights the graph changes."""
+        return sorted({node.trains for node in self.graph.nodes if node.trains})
 
     def state(self) -> dict[str, Any]:
         """Returns the driver's part of a checkpoint: the position in the data."""
@@ -98,7 +103,8 @@ class SupervisedTrainer:
         checkpoint = self.run.checkpoint
         if checkpoint is None:
             return 0
-        self.model.load_checkpoint(str(checkpoint.path / ONLY_ROLE))
+        for role in self.trained:
+            self.groups[role].load_checkpoint(str(checkpoint.path / role))
         self.loader.load_state(checkpoint.state["loader"])
         return checkpoint.step
 
@@ -147,7 +153,7 @@ def _model_inputs(batch: DataProto) -> DataProto:
 
 def build_trainer(config: SupervisedConfig, data: SupervisedData, run: Run, stack: ExitStack) -> SupervisedTrainer:
     """Starts the workers that the job's pipeline names and builds its trainer.  What must be ended is put on `stack`."""
-    graph = build_pipeline(config.trainer.pipeline or command_of(config), config, None, SUPERVISED_ROLES)
+    graph = supervised_graph(config)
     config.optim.total_training_steps = data.total_steps
     runtime = WorkerRuntime(
         device=config.trainer.device,
@@ -156,15 +162,15 @@ def build_trainer(config: SupervisedConfig, data: SupervisedData, run: Run, stac
         max_response_length=config.data.max_length,
         deadline_s=config.trainer.deadline_s.update,
     )
-    roles = {role: ClassWithInitArgs(load_target(worker), config, runtime) for role, worker in graph.roles.items()}
+    roles = {role: ClassWithInitArgs(worker, config, runtime) for role, worker in graph.roles.items()}
     launched = stack.enter_context(launch_workers(roles, config.trainer, run=run))
-    write_text(run.folder.graph, to_svg(graph))
+    run.write_graph(to_svg(graph))
     return SupervisedTrainer(
         config=config,
         run=run,
         loader=data.loader,
         val_batches=data.val_batches,
-        model=launched.groups[ONLY_ROLE],
+        groups=launched.groups,
         graph=graph,
         total_steps=data.total_steps,
     )

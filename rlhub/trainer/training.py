@@ -138,6 +138,10 @@ class SharedRun(Run):
         else:
             self.recorder = SilentRecorder(self.folder, self._info(), [])
 
+    def write_graph(self, picture: str) -> None:
+        if self.world.rank == 0:
+            super().write_graph(picture)
+
     @property
     def stop_requested(self) -> bool:
         """True when a signal has asked any rank to stop; every rank asks at the same point."""

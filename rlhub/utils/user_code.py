@@ -24,6 +24,12 @@ def load_target(target: str) -> Any:
         raise LoadError(f"cannot load {target}:\n{traceback.format_exc()}") from error
 
 
+def absolute(target: str) -> str:
+    """Returns the target with the whole path of its file, so that a process in another folder finds it."""
+    module, name = _parts(target)
+    return f"{Path(module).expanduser().resolve()}:{name}" if module.endswith(".py") else target
+
+
 def resolve(target: str) -> Any:
     """Returns the named object; raises whatever the user's code raises at its import."""
     return _attribute(*_parts(target))

@@ -9,7 +9,7 @@ import dataclasses
 import time
 from pathlib import Path
 
-from rlhub.algorithms.estimation import ColumnOutputs, compute_advantages, rollout_correction, select_tokens
+from rlhub.algorithms.estimation import ColumnOutputs, compute_advantages, measure_batch, rollout_correction, select_tokens
 from rlhub.algorithms.levels import Units
 from rlhub.algorithms.statistics import Gather
 from rlhub.config.sections.algorithm import AlgorithmConfig
@@ -121,6 +121,17 @@ class ActorPart(EngineWorker):
             mask_truncated=self.config.actor.mask_truncated,
         )
         return self._new_columns(outputs)
+
+    @register(dispatch_mode=ACTOR, deadline="infer")
+    def measure_batch(self, batch: DataProto) -> DataProto:
+        """Returns the metrics of a batch whose advantages are a user's own, in meta_info["metrics"] (collective).
+
+        meta_info: as of `compute_advantages`.
+        """
+        columns, meta = dict(batch.batch.items()), batch.meta_info
+        kl_coef, version = meta.get("kl_coef", 0.0), meta.get("policy_version")
+        metrics = measure_batch(columns, self._gather(batch), self.algorithm, kl_coef=kl_coef, version=version)
+        return DataProto(meta_info={"metrics": metrics if self.engine.dp_rank == 0 else {}})
 
     @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
     def rollout_correction(self, batch: DataProto) -> DataProto:

@@ -59,11 +59,12 @@ def test_without_staleness_the_weights_are_those_of_the_synchronous_trainer(main
 
 
 def test_a_recorded_run_is_replayed_without_engines(mains: Mains, task: Task, tmp_path: Path) -> None:
-    """The first run is two versions stale, with validation beside it; its batches alone give the same weights again."""
+    """The first run, whose step is a graph, is two versions stale, with validation beside it; its batches alone give the same
+    weights again by the plain step."""
     run, again, changed = (tmp_path / name for name in ("run", "again", "changed"))
     validation = (f"data.val_files={task.folder / 'val.parquet'}", "trainer.test_freq=1")
     stale = (ASYNC, "trainer.max_staleness=2", "trainer.record_batches=True", *validation)
-    finished(mains.run(task.arguments(run, CORRECTED, *stale)))
+    finished(mains.run(task.arguments(run, CORRECTED, *stale, "trainer.pipeline=ppo")))
     check_metrics(rows_of(run))
     replay = f"trainer.replay_from={run / 'batches'}"
     finished(mains.run(task.arguments(again, CORRECTED, replay)))

@@ -15,6 +15,24 @@ from scripts.golden_runs import Outcome, differences
 ROOT = Path(__file__).resolve().parents[2]
 TWO = "--only=grpo,whiten_rewards"
 """Without and with a critic."""
+GRAPHS = f"{TWO},replayed,collected,episodes"
+SECOND = """
+from rlhub.pipeline.builtin import DEALT, ppo
+from rlhub.workers.actor import ReferenceWorker
+
+
+class Second(ReferenceWorker):
+    def __init__(self, config, runtime):
+        super().__init__(config.actor_rollout_ref, runtime)
+
+
+def pipeline(config, needs):
+    step = ppo(config, needs)
+    step.roles = {"second": f"{__file__}:Second"}
+    own = {"run": "compute_ref_log_prob", "on": "second", "reads": DEALT, "writes": "ref_log_prob"}
+    return step.replace("compute_ref_log_prob", "second_log_prob", **own)
+"""
+"""The reference as a role of the pipeline's own, with a class of the user's file."""
 
 
 def golden_runs(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -25,7 +43,7 @@ def golden_runs(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("golden"))
-    done = golden_runs("record", "--out", folder, "--backend=local", TWO)
+    done = golden_runs("record", "--out", folder, "--backend=local", f"{GRAPHS},kl_loss")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -36,8 +54,17 @@ def test_in_process_and_through_ray_a_job_gives_the_same_bits(record: str) -> No
 
 
 def test_as_a_graph_a_step_gives_the_same_bits(record: str) -> None:
-    compared = golden_runs("compare", "--with", record, "--backend=local", TWO, "--set", "trainer.pipeline=ppo")
-    assert compared.returncode == 0 and compared.stdout.count("the same") == 2, compared.stdout + compared.stderr
+    """Batches that come from files too, and episodes in simulators."""
+    compared = golden_runs("compare", "--with", record, "--backend=local", GRAPHS, "--set", "trainer.pipeline=ppo")
+    assert compared.returncode == 0 and compared.stdout.count("the same") == 5, compared.stdout + compared.stderr
+
+
+def test_a_role_of_a_pipelines_own_on_a_pool_of_its_own_gives_the_same_bits(record: str, tmp_path: Path) -> None:
+    (tmp_path / "second.py").write_text(SECOND)
+    pool = ["trainer.pools.other.n_gpus_per_node=1", "trainer.placement.second=other"]
+    settings = ["--set", f"trainer.pipeline={tmp_path / 'second.py'}:pipeline", *pool]
+    compared = golden_runs("compare", "--with", record, "--backend=ray", "--against=local", "--only=kl_loss", *settings)
+    assert compared.returncode == 0, compared.stdout + compared.stderr
 
 
 def test_a_users_pipeline_trains_through_ray_from_its_path(tmp_path: Path) -> None:
@@ -51,6 +78,7 @@ def test_a_users_pipeline_trains_through_ray_from_its_path(tmp_path: Path) -> No
     assert len(trained.metrics) == 3
     for row in trained.metrics:
         assert row["critic/shaped/mean"] > 0 and row["actor/grad_norm"] > 0
+        assert {"reward/mean", "response_length/mean", "mismatch/kl"} <= row.keys(), "measured beside advantages of one's own"
         assert {"perf/node_s/brevity", "perf/node_s/shape", "perf/node_s/advantages"} <= row.keys()
 
 

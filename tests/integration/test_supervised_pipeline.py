@@ -47,6 +47,16 @@ def logged(config, needs):
 def twice(config, needs):
     return sft(config).add("again", run="train_step", on="model", reads=MODEL, trains="model")
 
+def two(config, needs):
+    step = sft(config)
+    step.roles = {**step.roles, "second": step.roles["model"]}
+    return step.add("train_second", run="train_step", on="second", reads=MODEL, trains="second", when="step % 2 == 1")
+
+def nameless(config, needs):
+    step = sft(config)
+    step.roles = {"student": step.roles["model"]}
+    return step.replace("train_step", "train_step", on="student", reads=MODEL, trains="student")
+
 def upside_down(config, needs):
     step = sft(config).remove("next_batch")
     return step.add("next_batch", reads="step", writes=f"{MODEL} prompts responses ordinal")
@@ -136,11 +146,31 @@ def test_a_pipeline_of_the_users_own(folder: Path, tmp_path: Path) -> None:
     assert not equal(weights, other)
 
 
+def test_every_trained_role_is_saved_and_resumed(folder: Path, tmp_path: Path) -> None:
+    """The second of two is trained in every other step: after three steps, with a stop between, as after three at once."""
+    pipeline = (f"trainer.pipeline={folder / 'mine.py'}:two", "trainer.save_freq=1")
+
+    def second(out: Path, *settings: str, step: int = STEPS) -> dict[str, Tensor]:
+        assert main_sft.main(prepared("sft", folder, out, *pipeline, *settings)) == 0
+        return load_file(out / f"global_step_{step}/second/huggingface/model.safetensors")
+
+    _, rows = trained("sft", folder, tmp_path / "whole", *pipeline)
+    whole = {
+        role: load_file(tmp_path / f"whole/global_step_3/{role}/huggingface/model.safetensors") for role in ("model", "second")
+    }
+    first = second(tmp_path / "stopped", "trainer.total_training_steps=2", step=2)
+    again = second(tmp_path / "stopped")
+    assert equal(again, whole["second"]) and not equal(first, again), "it was trained in the third step"
+    assert not equal(whole["model"], whole["second"])
+    assert [("train_second/train/loss" in row) for row in rows] == [True, False, True]
+
+
 @pytest.mark.parametrize(
     ("pipeline", "problem"),
     [
         ("upside_down", "node 'train_step' needs 'next_batch' (input_ids attention_mask response_mask), which stands below it"),
         ("misspelt", "reads 'respons_mask', which is no column; did you mean 'response_mask'?"),
+        ("nameless", "it has no role 'model', which is the one that is validated"),
         ("sampled", "node 'sample' runs 'sample', which is no method of the driver"),
     ],
 )

@@ -22,6 +22,7 @@ class SomeNeeds:
     """What a test's algorithm needs; everything, unless it says otherwise."""
 
     values: bool = True
+    own_values: bool = False
     reference: bool = True
     old_log_probs: bool = True
     correction: bool = True

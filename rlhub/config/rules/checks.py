@@ -42,7 +42,7 @@ def check_required(config: Any, keys: Sequence[str]) -> list[str]:
         node = config
         for name in key.split("."):
             node = getattr(node, name)
-        if not node and not (key == "data.train_files" and isinstance(config, PPOConfig) and config.env.name):
+        if not node and not (key.startswith("data.") and isinstance(config, PPOConfig) and config.env.name):
             problems.append(f"{key} is not set: {_MODEL if key.endswith('.path') else _FILES}")
     return problems
 

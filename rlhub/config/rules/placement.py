@@ -7,7 +7,7 @@ process per rank.  Each further pool has its own processes, one per rank, for th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,8 @@ from rlhub.registry import suggest
 
 MAIN = "main"
 ROLES = ("rollout", "reference", "critic", "reward_model", "judge")
-"""Roles that can be placed on a pool.  The actor is always on the main pool."""
+"""Roles that can be placed on a pool, beside those of a pipeline of one's own.  The actor is always on the main pool."""
+_ACTOR = ("actor", "actor_rollout_ref")
 
 _POOLS, _PLACEMENT = "trainer.pools", "trainer.placement"
 _EXAMPLE = f"for example {_POOLS}.generation.n_gpus_per_node=2 {_PLACEMENT}.rollout=generation"
@@ -76,20 +77,27 @@ def problems(config: PPOConfig) -> list[str]:
     trainer = config.trainer
     if not trainer.pools and not trainer.placement:
         return []
-    found = [*_faulty_pools(trainer), *_faulty_placement(trainer)]
-    if trainer.backend == "local":
-        found.append(
-            f"{_POOLS} with trainer.backend=local, which has one rank in this process and no second pool; use trainer.backend=ray"
-        )
-    return found or [*_rows(config), *_idle(config)]
+    return _faulty(trainer) or [*_rows(config), *_idle(config)]
 
 
 def no_roles(trainer: TrainerConfig) -> list[str]:
-    """Returns the problem of pools in a job with one model, which has nothing to place."""
+    """Returns the problems of pools in a job with one model, which has nothing to place but roles of a pipeline of one's own."""
     if not trainer.pools and not trainer.placement:
         return []
+    if _may_have_roles(trainer):
+        return _faulty(trainer)
     return [
         f"{_POOLS} and {_PLACEMENT} are for reinforcement learning (main_ppo, main_eval); here there is one model, on all ranks"
+    ]
+
+
+def unplaceable(trainer: TrainerConfig, usual: Container[str], own: Iterable[str]) -> list[str]:
+    """Returns the problems of roles that are placed and that there are not.  usual: the job's; own: its pipeline's."""
+    known = [*(role for role in ROLES if role in usual), *own]
+    return [
+        f"{_PLACEMENT}.{role}: no such role{suggest(role, known)} known: {', '.join(known)}"
+        for role in trainer.placement
+        if role not in (*known, *_ACTOR)
     ]
 
 
@@ -139,13 +147,27 @@ def _faulty_pools(trainer: TrainerConfig) -> Iterator[str]:
                 yield f"{key}: no role is placed there; place one ({_PLACEMENT}.ROLE={name}) or remove the pool"
 
 
+def _may_have_roles(trainer: TrainerConfig) -> bool:
+    """Returns whether a pipeline of one's own is the step: the roles are then known when it has been loaded."""
+    return ":" in (trainer.pipeline or "")
+
+
+def _faulty(trainer: TrainerConfig) -> list[str]:
+    found = [*_faulty_pools(trainer), *_faulty_placement(trainer)]
+    if trainer.backend == "local":
+        found.append(
+            f"{_POOLS} with trainer.backend=local, which has one rank in this process and no second pool; use trainer.backend=ray"
+        )
+    return found
+
+
 def _faulty_placement(trainer: TrainerConfig) -> Iterator[str]:
+    if not _may_have_roles(trainer):
+        yield from unplaceable(trainer, ROLES, ())
     pools = [MAIN, *(name for name in trainer.pools if name != MAIN)]
     for role, name in trainer.placement.items():
-        if role in ("actor", "actor_rollout_ref"):
+        if role in _ACTOR:
             yield f"{_PLACEMENT}.{role}: the actor is always on the main pool; place the other roles: {', '.join(ROLES)}"
-        elif role not in ROLES:
-            yield f"{_PLACEMENT}.{role}: no such role{suggest(role, ROLES)} known: {', '.join(ROLES)}"
         if name not in pools:
             yield f"{_PLACEMENT}.{role}={name}: no such pool{suggest(str(name), pools)} known: {', '.join(pools)}; {_EXAMPLE}"
 

@@ -71,8 +71,8 @@ class TrainerConfig:
     module:function or path.py:function; null: the same algorithm as one function (main_ppo), or the built-in graph of main_sft,
     main_dpo and main_rm."""
     placement: dict[str, Any] = field(default_factory=dict)
-    """Pools of roles, role -> pool, for rollout, reference, critic, reward_model and judge; other roles share the actor's
-    processes."""
+    """Pools of roles, role -> pool, for rollout, reference, critic, reward_model, judge and the roles of a pipeline of your own;
+    other roles share the actor's processes."""
     save_freq: IntOrOff = -1
     """Steps between checkpoints; -1: only the last step is saved."""
     test_freq: IntOrOff = -1

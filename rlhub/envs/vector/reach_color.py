@@ -5,6 +5,8 @@ from -1 to 1 times REACH.  The hand within RADIUS of the named target ends the e
 one as a failure.  The reward is twice the decrease of the distance to the named target, and 1 for success.  The initial state k
 has the scene k // 2 and names red for even k, blue for odd k.
 
+The light is even and the floor mid-grey: a small policy learns from such pictures several times as fast as from shaded ones.
+
 It needs the extra: pip install 'rlhub[envs]'.
 """
 
@@ -37,10 +39,12 @@ COLORS = ("red", "blue")
 XML = """
 <mujoco>
   <option timestep="0.02" integrator="implicitfast"/>
-  <visual><quality numslices="10" numstacks="6" numquads="1" shadowsize="0" offsamples="0"/></visual>
+  <visual>
+    <quality numslices="10" numstacks="6" numquads="1" shadowsize="0" offsamples="0"/>
+    <headlight ambient="1 1 1" diffuse="0 0 0" specular="0 0 0"/>
+  </visual>
   <worldbody>
-    <light pos="0 0 3" dir="0 0 -1" directional="true" castshadow="false"/>
-    <camera name="top" pos="0 0 3.2" fovy="45"/>
+    <camera name="top" pos="0 0 3.2" fovy="38"/>
     <geom type="box" size="1.4 1.4 0.02" pos="0 0 -0.02" rgba="0.5 0.5 0.5 1" contype="0" conaffinity="0"/>
     <body name="red" mocap="true"><geom type="cylinder" size="0.16 0.02" rgba=".9 .1 .1 1" contype="0" conaffinity="0"/></body>
     <body name="blue" mocap="true"><geom type="cylinder" size="0.16 0.02" rgba=".1 .1 .9 1" contype="0" conaffinity="0"/></body>

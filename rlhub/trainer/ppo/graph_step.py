@@ -21,6 +21,7 @@ from rlhub.trainer.ppo.metrics import graph_metrics, mean_metrics, row_lengths
 from rlhub.trainer.ppo.scoring import Scoring, add_scores
 from rlhub.trainer.ppo.step import (
     CORRECTION,
+    ESTIMATED,
     SELECTION,
     StepParts,
     advantage_inputs,
@@ -46,6 +47,11 @@ class GraphStep(StepParts):
         """Returns the workers of a node's role, wherever they live."""
         usual = {"actor": self.actor, "reference": self.reference, "critic": self.critic}
         return usual.get(role, self.roles.get(role))
+
+    def own_shards(self) -> list[int]:
+        """Returns the data-parallel sizes of the pipeline's own roles that it trains."""
+        trained = [node for node in self.graph.nodes if node.trains in self.graph.roles and ":" not in node.run]
+        return [getattr(self.roles[node.on], node.run).num_shards for node in trained]
 
     def __call__(self, step: int, prompts: Iterator[DataProto]) -> dict[str, float]:
         in_order = self.config.trainer.controller == "multi"
@@ -113,7 +119,7 @@ class StepCalls:
 
     def _balance(self, node: Node, batch: Batch) -> Output:
         """Returns the rows where they train, as the plain step does."""
-        rows = self.parts.deal_rows(batch, batch.meta_info[STEP])
+        rows = self.parts.deal_rows(batch, batch.meta_info[STEP], self.parts.own_shards())
         rows.batch["row_order"] = rows.batch["sample_index"].clone()
         self.dealt = True
         return self.parts.actor.add_columns(rows) if isinstance(rows, BatchRef) else rows
@@ -134,6 +140,8 @@ class StepCalls:
                 return model_inputs(batch)
             case "compute_advantages":
                 return advantage_inputs(batch, needs, parts.kl_controller.value)
+            case "measure_batch":
+                return advantage_inputs(batch, needs, parts.kl_controller.value, ESTIMATED)
             case "rollout_correction":
                 return view(batch, CORRECTION)
             case "select_tokens":
@@ -147,7 +155,7 @@ class StepCalls:
     def _take_notice(self, method: str, output: Batch, num_rows: int) -> Batch:
         """Checks the mismatch of the policies as soon as it is measured: with the advantages, or else in the update."""
         metrics = mean_metrics(output.meta_info.get(METRICS, {}))
-        if method == "compute_advantages":
+        if method in ("compute_advantages", "measure_batch"):
             self.parts.take_notice(metrics, num_rows)
         elif method == "update_actor" and not self.parts.needs.old_log_probs:
             self.parts.mismatch.check(metrics)

@@ -43,8 +43,12 @@ def mean_metrics(collected: dict[str, list[float]] | dict[str, float]) -> dict[s
 
 
 def graph_metrics(result: StepResult) -> dict[str, float]:
-    """Returns the metrics of all nodes of a step that is a graph, and the seconds of each node."""
-    metrics = {name: value for found in result.metrics.values() for name, value in mean_metrics(found).items()}
+    """Returns the metrics of all nodes of a step that is a graph, and the seconds of each node.  Of a name that several nodes
+    report the first has it, and that of the others begins with the node's."""
+    metrics: dict[str, float] = {}
+    for node, found in result.metrics.items():
+        for name, value in mean_metrics(found).items():
+            metrics[f"{node}/{name}" if name in metrics else name] = value
     return metrics | {NODE_TIME + name: time.end_s - time.start_s for name, time in result.timings.items()}
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rlhub.config.rules.placement import pool_name, pools_of
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.errors import ConfigError
-from rlhub.pipeline.builtin import dapo, ppo
-from rlhub.pipeline.checks import declared_columns, find_column
+from rlhub.pipeline.builtin import dapo, measured, ppo
+from rlhub.pipeline.checks import ROLES, declared_columns, find_column
 from rlhub.pipeline.columns import StepColumn
 from rlhub.pipeline.graph import TaskGraph
 from rlhub.pipeline.load import SETTING, build_pipeline
@@ -17,8 +16,7 @@ from rlhub.pipeline.nodes import DRIVER
 from rlhub.pipeline.show import to_text
 from rlhub.trainer.ppo.requirements import requirements
 
-DRIVER_FUNCTIONS = ("publish", "sample", "dynamic_sampling", "score", "balance")
-"""The driver's functions that nodes of a training step may call by name (rlhub.pipeline.builtin.Driver)."""
+STEP_ROLES = {**ROLES, DRIVER: "rlhub.pipeline.builtin:StepDriver"}
 SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "int32": 4, "int64": 8, "uint8": 1, "bool": 1}
 """Bytes of one value; those of objects are not known before they are there."""
 
@@ -26,19 +24,13 @@ SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "int32": 4, "int64": 8, "uin
 def step_graph(config: PPOConfig) -> TaskGraph | None:
     """Returns the graph of the training step; None where the plain step trains.  Raises ConfigError with all that is wrong."""
     target = config.trainer.pipeline
-    return None if target is None else build_pipeline(target, config, requirements(config))
+    if target is None:
+        return None
+    return build_pipeline(target, config, requirements(config), STEP_ROLES, missing_roles(config), measured)
 
 
-def check_pipeline(config: PPOConfig) -> list[str]:
-    """Returns the problems of the configured pipeline, and nodes that call what this job does not have."""
-    try:
-        graph = step_graph(config)
-    except ConfigError as error:
-        return list(error.problems)
-    return [] if graph is None else [f"{SETTING}={config.trainer.pipeline}: {text}" for text in _absent(graph, config)]
-
-
-def _absent(graph: TaskGraph, config: PPOConfig) -> Iterator[str]:
+def missing_roles(config: PPOConfig) -> dict[str, str]:
+    """Returns the roles whose workers this job does not have, with the remedy of each."""
     scoring, rollout = config.reward_model, config.actor_rollout_ref.rollout
     generates = rollout.mode == "sync" and config.trainer.replay_from is None
     remedies = {
@@ -47,15 +39,7 @@ def _absent(graph: TaskGraph, config: PPOConfig) -> Iterator[str]:
         "reward_model": (scoring.enable, "set reward_model.enable=true"),
         "judge": (bool(scoring.judge.model.path), "set reward_model.judge.model.path"),
     }
-    for node in graph.nodes:
-        there, remedy = remedies.get(node.on, (True, ""))
-        if ":" in node.run or node.run in DRIVER_FUNCTIONS:
-            continue
-        if node.on == DRIVER:
-            known = ", ".join(DRIVER_FUNCTIONS)
-            yield f"node {node.name!r} calls {node.run!r}, which this command does not have; it has: {known}"
-        elif not there:
-            yield f"node {node.name!r} is on {node.on}, which this job does not have: {remedy}"
+    return {role: remedy for role, (there, remedy) in remedies.items() if not there}
 
 
 def describe(config: PPOConfig) -> str:
@@ -108,6 +92,7 @@ def _bytes(graph: TaskGraph, config: PPOConfig) -> str:
     for edge in graph.edges:
         if edge.columns:
             found = [column for name in edge.columns if (column := find_column(name, columns)) is not None]
+            found = [column for column in found if config.env.name is not None or "pixel" not in column.dims]
             narrow = [column for column in found if not column.wide]
             rows.append((edge.source, edge.target, _size(found, config), _size(narrow, config)))
     widths = [max(map(len, texts)) for texts in zip(*rows, strict=True)]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,7 +89,7 @@ class StepParts(ABC):
     def take_notice(self, metrics: Mapping[str, float], num_rows: int) -> None:
         """Compares what the advantages were made of with the bound of the mismatch, and moves the coefficient of the KL."""
         self.mismatch.check(metrics)
-        if self.config.algorithm.use_kl_in_reward:
+        if "actor/reward_kl_penalty" in metrics:
             self.kl_controller.update(metrics["actor/reward_kl_penalty"], num_rows)
 
     def end(self, batch: Batch) -> dict[str, float]:
@@ -105,8 +105,9 @@ class StepParts(ABC):
             return -(-len(batch) // num_mini_batches(self.config))
         return self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
 
-    def deal_rows(self, batch: Batch, step: int) -> Batch:
-        """Fixes the mini-batches, and deals their rows to the ranks so that each rank of actor and critic has a part of each.
+    def deal_rows(self, batch: Batch, step: int, shards: Iterable[int] = ()) -> Batch:
+        """Fixes the mini-batches, and deals their rows to the ranks so that each rank of actor and critic has a part of each, and
+        so has each of as many others as `shards` says.
 
         Returns the batch: by reference, the rows are with their ranks now.
         """
@@ -115,7 +116,7 @@ class StepParts(ABC):
         arrange(
             batch,
             rows_per_mini_batch=self._rows_per_mini_batch(batch),
-            num_ranks=math.lcm(self.actor.mesh("actor").dp_size, critic_ranks),
+            num_ranks=math.lcm(self.actor.mesh("actor").dp_size, critic_ranks, *shards),
             balance=self.config.trainer.balance_batch,
             shuffle_seed=self.config.trainer.seed * 1_000_003 + step if actor.shuffle else None,
             critic_rows_per_mini_batch=(self.config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size) * num_samples
@@ -263,6 +264,7 @@ ADVANTAGE = (
     *("episode", "call", "terminated", "next_values"),
 )
 VALUE = (*TOKENS, "learn_mask", "critic_mini_batch", "values", "returns")
+ESTIMATED = ("advantages", "returns", "learn_mask")
 CORRECTION = ("sample_index", "learn_mask", "advantages", "old_log_probs", "rollout_log_probs")
 SELECTION = ("sample_index", "mini_batch", "learn_mask", "loss_mask", "advantages", "old_log_probs", "rollout_log_probs")
 POLICY = (
@@ -296,11 +298,11 @@ def log_prob_inputs(batch: Batch, needs: Requirements) -> Batch:
     return view(batch, MODEL, **{name: True for name, wanted in asked.items() if wanted})
 
 
-def advantage_inputs(batch: Batch, needs: Requirements, kl_coef: float) -> Batch:
+def advantage_inputs(batch: Batch, needs: Requirements, kl_coef: float, more: Sequence[str] = ()) -> Batch:
     """Returns what the advantages are made of, and with log-probs of the policy those of the rollout, from which the mismatch is
-    measured."""
+    measured.  more: further columns."""
     present = names_of(batch)
-    names = [*ADVANTAGE, *REWARD, *sorted(name for name in present if name.startswith(COMPONENT))]
+    names = [*ADVANTAGE, *REWARD, *more, *sorted(name for name in present if name.startswith(COMPONENT))]
     if "prompt_length" not in present:
         names.append("attention_mask")
     if needs.old_log_probs or needs.bypass:

@@ -5,7 +5,7 @@ resume -> (validate) -> for each step: train, [validate], [save], log
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -46,8 +46,6 @@ from rlhub.trainer.ppo.validation import (
 )
 from rlhub.trainer.ppo.worker_groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT_ROLE, WorkerGroups, actor_role, groups_of
 from rlhub.trainer.run import Run
-from rlhub.utils.atomic import write_text
-from rlhub.utils.user_code import load_target
 from rlhub.workers.actor import ActorWorker, ReferenceWorker
 from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.roles import ActorRolloutRefWorker, CriticWorker
@@ -175,7 +173,7 @@ def build_step(graph: TaskGraph | None, launched: Launched, run: Run, **parts: A
     """Returns the plain step, or the one of a graph, whose picture goes to the run folder."""
     if graph is None:
         return TrainingStep(**parts)
-    write_text(run.folder.graph, to_svg(graph))
+    run.write_graph(to_svg(graph))
     return GraphStep(**parts, graph=graph, roles=launched.groups)
 
 
@@ -213,18 +211,19 @@ def build_schedule(
     by_reference = config.trainer.batches == "reference"
     if config.env.name is not None:
         episodes = EpisodeGenerator(groups.rollout, config.actor_rollout_ref.rollout, by_reference)
-        on_scenes = BlockingValidation(
-            EpisodeValidator(
-                scenes=data.val_batches,
-                generator=episodes,
-                tokenizer=data.tokenizer,
-                num_shown=config.trainer.log_val_generations,
-            )
-        )
+        on_scenes = BlockingValidation(episode_validator(config, data.val_batches, data.tokenizer, episodes))
         return SyncSource(config, data.loader, episodes, groups.weights), on_scenes if data.val_batches else None
     generator = Generator(groups.rollout, config.actor_rollout_ref.rollout, by_reference)
     blocking = BlockingValidation(validator(generator))
     return SyncSource(config, data.loader, generator, groups.weights), blocking if data.val_batches else None
+
+
+def episode_validator(
+    config: PPOConfig, scenes: Sequence[DataProto], tokenizer: Any, generator: EpisodeGenerator
+) -> EpisodeValidator:
+    """Returns the validation of episodes in simulators."""
+    num_shown = config.trainer.log_val_generations
+    return EpisodeValidator(scenes=scenes, generator=generator, tokenizer=tokenizer, num_shown=num_shown)
 
 
 def start_workers(config: PPOConfig, total_steps: int, run: Run) -> Launched:
@@ -241,7 +240,7 @@ def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInit
     used = {node.on for node in graph.nodes} if graph is not None else {REFERENCE_ROLE} if needs.reference else set()
     roles = policy_roles(config, runtime, needs_reference=REFERENCE_ROLE in used)
     for role, target in graph.roles.items() if graph is not None else ():
-        roles[role] = ClassWithInitArgs(load_target(target), config, runtime)
+        roles[role] = ClassWithInitArgs(target, config, runtime)
     if needs.values:
         critic.optim.total_training_steps = total_steps * critic_mini_batches(config) * (critic.ppo_epochs or 1)
         roles[CRITIC_ROLE] = ClassWithInitArgs(CriticWorker, critic, runtime, loss_agg_mode=actor.loss_agg_mode)
@@ -327,10 +326,16 @@ def load_validation(config: PPOConfig, tokenizer: Any) -> list[DataProto]:
     return batches
 
 
-def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Validator:
-    """Returns a validator over data.val_files, with workers that cannot train."""
+def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Callable[[], ValidationReport]:
+    """Returns a validator over data.val_files, or over the scenes of env.val_scenes, with workers that cannot train."""
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    if config.env.name is not None:
+        roles = policy_roles(config, worker_runtime(config), train=False)
+        groups = groups_of(stack.enter_context(launch_workers(roles, config.trainer, run=run)).groups)
+        groups.weights.sync(0)
+        scenes = validation_scenes(config.env, VALIDATION_ORDINALS)
+        return episode_validator(config, scenes, tokenizer, EpisodeGenerator(groups.rollout, config.actor_rollout_ref.rollout))
     batches = load_validation(config, tokenizer)
     parts = prepare_reward(config, tokenizer)
     stack.callback(parts.close)

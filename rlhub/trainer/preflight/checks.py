@@ -34,13 +34,13 @@ from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, reso
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import ConfigError
 from rlhub.models.shape import LANGUAGE_MODEL, read_labels, read_model_shape, read_model_values, reward_problem
-from rlhub.pipeline.load import SUPERVISED_ROLES, command_of, pipeline_problems
+from rlhub.pipeline.load import problems_of, supervised_graph
 from rlhub.registry import Registry, knobs_for
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.recorder import TRACKERS, login_problems, package_problems
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.trainer.ppo.plan import check_pipeline
+from rlhub.trainer.ppo.plan import step_graph
 from rlhub.trainer.ppo.requirements import check_group_metric
 from rlhub.trainer.preflight.memory import check_memory
 from rlhub.trainer.preflight.model_folders import HUB_NAME, check_length, read_shape
@@ -86,7 +86,7 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
         requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
         problems += checks.check_requirements(config, requires)
         if config.actor_rollout_ref.actor.policy_loss.loss_mode in POLICY_LOSSES:
-            problems += check_pipeline(config)
+            problems += problems_of(lambda: step_graph(config))
     for warning in [] if problems else [*warnings(config, set_keys), *checks.notes(config), *surprises(config)]:
         logger.warning(warning)
     return problems
@@ -129,7 +129,7 @@ def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, data_problems: l
     """Returns `data_problems` and those that all supervised jobs can have."""
     problems = [*import_plugins(config.trainer.plugins), *check_trackers(config.trainer.logger), *data_problems]
     problems += [*check_machine(config.trainer), *check_folders(config.trainer), *check_engines(config)]
-    problems += pipeline_problems(config.trainer.pipeline or command_of(config), config, None, SUPERVISED_ROLES)
+    problems += problems_of(lambda: supervised_graph(config))
     shape = read_shape(config.model, "model", problems)
     if shape is not None:
         problems += check_length(shape, config.data.max_length, f"data.max_length={config.data.max_length}", "model")

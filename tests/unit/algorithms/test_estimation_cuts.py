@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhub.algorithms.estimation import ColumnOutputs, compute_advantages, rollout_correction, select_tokens
+from rlhub.algorithms.estimation import ColumnOutputs, compute_advantages, measure_batch, rollout_correction, select_tokens
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from rlhub.algorithms.statistics import Gather
@@ -124,6 +124,34 @@ def advantages_of(name: str, **changes: Any) -> Work:
 @given(case=cuts(), in_reward=st.booleans(), whitened=st.booleans())
 def test_every_estimator(name: str, case: Any, in_reward: bool, whitened: bool) -> None:
     check_cut(advantages_of(name, use_kl_in_reward=in_reward, whiten_rewards=whitened), *case)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gae", "reinforce_plus_plus"])
+@few
+@given(case=cuts(), in_reward=st.booleans())
+def test_a_batch_is_measured_as_beside_the_advantages(name: str, case: Any, in_reward: bool) -> None:
+    """However it is cut; only what the estimator itself reports is missing."""
+    columns, width, ranks = case
+    algorithm = AlgorithmConfig(adv_estimator=name, use_kl_in_reward=in_reward)
+    gather = Gather.of(columns["sample_index"])
+    beside = compute_advantages(columns, gather, algorithm, kl_coef=0.3, version=VERSION)
+    columns |= beside.columns
+
+    def work(part: Columns, of_part: Gather) -> ColumnOutputs:
+        return ColumnOutputs(columns={}, metrics=measure_batch(part, of_part, algorithm, kl_coef=0.3, version=VERSION))
+
+    alone = work(columns, gather).metrics
+    assert alone == pytest.approx({name: beside.metrics[name] for name in alone}, rel=0, abs=0, nan_ok=True)
+    assert {"reward/mean", "response_length/mean", "mismatch/kl"} & beside.metrics.keys() <= alone.keys()
+    assert ("actor/reward_kl_penalty" in alone) == in_reward
+    check_cut(work, columns, width, ranks)
+
+
+def test_a_batch_without_scores_is_measured_too() -> None:
+    columns = {name: column for name, column in make_batch(1, 6, 5).items() if name not in ("scores", "valid", "ref_log_prob")}
+    algorithm = AlgorithmConfig(use_kl_in_reward=True)
+    found = measure_batch(columns, Gather.of(columns["sample_index"]), algorithm, version=VERSION)
+    assert {"response_length/mean", "mismatch/kl"} <= found.keys() and not any(name.startswith("reward/") for name in found)
 
 
 CORRECTIONS: list[dict[str, Any]] = [

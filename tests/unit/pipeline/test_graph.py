@@ -15,7 +15,7 @@ from rlhub.pipeline.checks import ROLES, methods_of
 from rlhub.pipeline.columns import COLUMNS, DIMS, DTYPES, Use, parse_uses
 from rlhub.pipeline.conditions import condition_problem, holds
 from rlhub.pipeline.graph import Pipeline, TaskGraph
-from rlhub.pipeline.load import SUPERVISED_ROLES, load_pipeline, pipeline_problems
+from rlhub.pipeline.load import SUPERVISED_ROLES, build_pipeline, load_pipeline, problems_of
 from rlhub.pipeline.nodes import Edge, NodeFields
 from rlhub.trainer.ppo.requirements import Requirements, requirements
 from tests.support.pipelines import SomeNeeds, graph_of
@@ -221,7 +221,7 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
     graph = load_pipeline(f"{file}:mine")(None, SomeNeeds()).build()
     assert graph.sources("shape") == ["score", "brevity"] and "shape" in graph.sources("estimate")
     assert "compute_ref_log_prob" not in [node.name for node in graph.nodes]
-    assert pipeline_problems(f"{file}:mine", PPOConfig(), SomeNeeds()) == []
+    assert problems_of(lambda: build_pipeline(f"{file}:mine", PPOConfig(), SomeNeeds())) == []
 
 
 def test_pipelines_by_name_and_module() -> None:
@@ -241,7 +241,7 @@ def test_what_cannot_be_loaded_is_named(target: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_pipeline(target)
     assert str(caught.value).startswith(message)
-    assert pipeline_problems(target, None, SomeNeeds()) == list(caught.value.problems)
+    assert problems_of(lambda: build_pipeline(target, None, SomeNeeds())) == list(caught.value.problems)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_what_cannot_be_loaded_is_named(target: str, message: str) -> None:
 )
 def test_a_function_of_the_users_own_that_fails_is_a_problem(body: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(f"def mine(config, needs):\n    {body}\n")
-    problems = pipeline_problems(f"{tmp_path}/mine.py:mine", PPOConfig(), SomeNeeds())
+    problems = problems_of(lambda: build_pipeline(f"{tmp_path}/mine.py:mine", PPOConfig(), SomeNeeds()))
     assert problems and problems[0].startswith(f"trainer.pipeline={tmp_path}/mine.py:mine: {message}")
 
 
@@ -265,4 +265,4 @@ def test_a_file_that_cannot_be_run_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import no_such_module\ndef mine(config, needs): ...\n")
     with pytest.raises(LoadError):
         load_pipeline(f"{tmp_path}/mine.py:mine")
-    assert "no_such_module" in pipeline_problems(f"{tmp_path}/mine.py:mine", PPOConfig(), SomeNeeds())[0]
+    assert "no_such_module" in problems_of(lambda: build_pipeline(f"{tmp_path}/mine.py:mine", PPOConfig(), SomeNeeds()))[0]

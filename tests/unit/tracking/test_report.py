@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhub.pipeline.show import to_svg
+from rlhub.pipeline.show import NO_BAR, to_svg
 from rlhub.tracking.generations import write_generations
 from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.report import collect, duration, write_report
@@ -111,6 +111,7 @@ def test_the_graph_of_a_step_has_the_mean_time_of_each_node(folder: RunFolder, i
     assert re.findall(r"compute on driver[^<]*|data_load on driver[^<]*", text) == [
         *("data_load on driver: 1.500 s", "compute on driver: 0.250 s", "compute on driver"),
     ]
+    assert re.findall(r"scaleX\(([\d.]+)\)", text) == ["1.000", "0.167"] and text.count(NO_BAR) == 1
     assert NODE_TIME not in text, "they have no charts of their own"
     assert not [value for name, value in Page(text).attributes if name in ("src", "href")]
 

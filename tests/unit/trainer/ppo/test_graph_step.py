@@ -134,14 +134,33 @@ def test_the_mismatch_is_checked_before_the_update() -> None:
 
 def test_functions_of_the_users_own_take_the_place_of_nodes() -> None:
     config = config_of(kl_loss=False)
-    config.trainer.pipeline = f"{Path(__file__).parents[4] / 'recipes' / 'pipelines' / 'brevity.py'}:pipeline"
-    graph = step_graph(config)
-    assert graph is not None
-    metrics, calls = take(config, graph)
-    assert [call.name for call in calls] == ["publish", "sample", "reward", "actor.update_actor"]
+    metrics, calls = take(config, brevity_of(config))
+    assert [call.name for call in calls] == ["publish", "sample", "reward", "actor.measure_batch", "actor.update_actor"]
     update = calls[-1].columns
     mean = metrics["critic/shaped/mean"]
     assert mean > 0 and update["advantages"].abs().sum() > 0 and not update["advantages"][~update["learn_mask"].bool()].any()
+
+
+def brevity_of(config: PPOConfig) -> TaskGraph:
+    config.trainer.pipeline = f"{Path(__file__).parents[4] / 'recipes' / 'pipelines' / 'brevity.py'}:pipeline"
+    graph = step_graph(config)
+    assert graph is not None
+    return graph
+
+
+def test_advantages_of_the_users_own_are_measured_too() -> None:
+    """The metrics are those of the plain step, but the estimator's own; the mismatch is checked before the update."""
+    config, own = config_of(mini=1), config_of(mini=1)
+    plain, found = take(config, None)[0], take(own, brevity_of(own))[0]
+    others = ("critic/advantages/", "critic/returns/", "groups/", *CLOCK)
+    expected = {name: value for name, value in plain.items() if not name.startswith(others)}
+    assert {"reward/mean", "response_length/mean", "critic/rewards/mean", "mismatch/kl"} <= expected.keys()
+    assert {name: found[name] for name in expected} == expected
+    train_step, calls = steps_of(own, [samples(own)], brevity_of(own))
+    train_step.mismatch = MismatchBound(warn=-2.0, stop=-1.0)
+    with pytest.raises(PolicyMismatchError, match="node 'measure' of pipeline 'ppo'"):
+        train_step(1, iter(()))
+    assert "actor.update_actor" not in [call.name for call in calls]
 
 
 def mistaken(batch: DataProto) -> DataProto:

@@ -114,6 +114,14 @@ class FakeGroup:
         return answer(outputs)
 
     @remote
+    def measure_batch(self, batch: DataProto) -> DataProto:
+        columns, meta = self._note("measure_batch", batch), batch.meta_info
+        settings = {"kl_coef": meta["kl_coef"], "version": meta["policy_version"]}
+        return DataProto(
+            meta_info={"metrics": estimation.measure_batch(columns, gather_of(columns), self.config.algorithm, **settings)}
+        )
+
+    @remote
     def rollout_correction(self, batch: DataProto) -> DataProto:
         columns, config = self._note("rollout_correction", batch), self.config.algorithm.rollout_correction
         return answer(estimation.rollout_correction(columns, gather_of(columns), config))
