@@ -119,12 +119,17 @@ class Stream:
             len(rows_of_sample(sample)) for group in untrained for sample in group.scored
         )
 
+    def _tasks_but(self, *names: str) -> list[Any]:
+        tasks = [] if self.pool is None else list(self.pool._tasks)
+        return [task for task in tasks if task.get_coro().__name__ not in names]  # type: ignore[union-attr]
+
     def settle(self) -> None:
         """Waits until all that may start has ended and what is dropped is gone."""
         executor = self.source.executor
 
         async def idle() -> None:
-            while executor._work or executor._episodes or (self.pool is not None and len(self.pool._tasks) > 2):
+            lasting = ("_watch", "_receive")  # a call for reports may stay open when the last episode has ended
+            while executor._work or executor._episodes or self._tasks_but(*lasting):
                 await asyncio.sleep(0.01)
 
         self.on_loop(idle())
