@@ -1,5 +1,5 @@
-"""Trajectory: the tokens that one episode leaves for training; TrajectoryRef: its numbers, where the tokens stay in the process
-that ran the episode.
+"""Trajectory: the tokens of one conversation for training; TrajectoryRef: its numbers, where the tokens stay in the process that
+ran the episode; Episode: an episode with several of them.
 
 Token in, token out: the tokens that the policy wrote are those that the engine sampled, never text that was tokenized again.
 Tokens of tools, environments and templates stand between them with response_mask 0.
@@ -8,7 +8,7 @@ Tokens of tools, environments and templates stand between them with response_mas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ def last_written(response_mask: Sequence[int]) -> int | None:
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
-    """The tokens of one episode with their origin, log-probs and rewards.
+    """The tokens of one episode, or of one conversation of it, with their origin, log-probs and rewards.
 
     prompt_ids: the tokens that the first generation was conditioned on.  response_ids: all tokens after them, in order.
 
@@ -39,6 +39,9 @@ class Trajectory:
 
     metrics: numbers of this episode (turns, tool calls, ...), averaged over the batch.
 
+    comparison: the name of what its reward belongs to, where an episode has several rewards: group statistics compare the rows
+    of a prompt with the same name.  "" for a reward of the whole episode.
+
     text: the text in sample tables; where it is empty the response is decoded.
     """
 
@@ -51,6 +54,7 @@ class Trajectory:
     rewards: list[float] | None = None
     added_rewards: list[float] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    comparison: str = ""
     text: str = ""
 
     def check(self) -> None:
@@ -137,6 +141,7 @@ class TrajectoryRef:
     metrics: dict[str, float] = field(default_factory=dict)
     oldest: int = NOT_SAMPLED
     late_reward: float | None = None
+    comparison: str = ""
 
     @classmethod
     def of(cls, trajectory: Trajectory, home: str, key: str) -> TrajectoryRef:
@@ -153,6 +158,7 @@ class TrajectoryRef:
             rewards=None if trajectory.rewards is None else [float(sum(trajectory.rewards))],
             added_rewards=None if added is None else [float(sum(added))],
             metrics=trajectory.metrics,
+            comparison=trajectory.comparison,
         )
 
     @property
@@ -183,6 +189,7 @@ class TrajectoryRef:
             rollout_log_probs=[0.0] * length,
             versions=[0] * length,
             finish_reason=self.finish_reason,
+            comparison=self.comparison,
         )
         if self.rewards is not None:
             outline.set_reward(sum(self.rewards))
@@ -193,12 +200,99 @@ class TrajectoryRef:
         self.rewards, self.late_reward = [reward], reward
 
 
-Sampled = Trajectory | TrajectoryRef
+Row = Trajectory | TrajectoryRef
+"""A row of a training batch, with its tokens or without."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Episode:
+    """An episode of several conversations: sub-agents, parallel conversations, histories that the agent has changed.
+
+    trajectories: at least one; each becomes a row of the batch.  Rows may begin with the same tokens, as the branches of a
+    conversation do: the mask of one of them contains an answer that they share, and the others mask it out, so that every token
+    trains once.  The run's reward function scores the response of the last one.
+
+    metrics: numbers of the whole episode, averaged over the episodes of a batch; those of its trajectories do not count.
+
+    All trajectories have rewards, or none has.  With one reward for the whole episode, each has that reward (`set_reward`), and
+    group statistics count it once.  Trajectories with rewards of their own name what these belong to in `comparison`.
+    """
+
+    trajectories: Sequence[Row]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises ValueError if a trajectory cannot train, or if only some have rewards."""
+        if not self.trajectories:
+            raise ValueError("an episode needs at least one trajectory")
+        for number, row in enumerate(self.trajectories):
+            try:
+                if isinstance(row, Trajectory):
+                    row.check()
+            except ValueError as error:
+                raise ValueError(f"trajectory {number} of the episode: {error}") from None
+        if len({row.rewards is None for row in self.trajectories}) > 1:
+            raise ValueError("only some trajectories of the episode have rewards; set one on each, or call set_reward")
+
+    @property
+    def answer(self) -> Row:
+        """Returns the trajectory whose response the run's reward function scores."""
+        return self.trajectories[-1]
+
+    @property
+    def rewards(self) -> list[float] | None:
+        """Returns the rewards of the answer; None if the run's reward function scores it."""
+        return self.answer.rewards
+
+    @property
+    def first_version(self) -> int:
+        """Returns the policy version of the oldest token that would train; staleness counts from it."""
+        return min(row.first_version for row in self.trajectories if row.num_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of tokens that the policy wrote."""
+        return sum(row.num_tokens for row in self.trajectories)
+
+    def mask_older(self, oldest: int) -> int:
+        """Masks the tokens of versions before `oldest`; returns how many there were."""
+        return sum(row.mask_older(oldest) for row in self.trajectories)
+
+    def set_reward(self, reward: float) -> None:
+        """Sets the reward of the whole episode."""
+        for row in self.trajectories:
+            row.set_reward(reward)
+
+
+Sampled = Row | Episode
 """An episode's result, with its tokens or without."""
+
+
+def rows_of(sample: Sampled) -> Sequence[Row]:
+    """Returns the rows of the batch that this result becomes."""
+    return sample.trajectories if isinstance(sample, Episode) else (sample,)
+
+
+def answer_of(sample: Sampled) -> Row:
+    """Returns the row whose response the run's reward function scores."""
+    return sample.answer if isinstance(sample, Episode) else sample
+
+
+def with_rows(sample: Sampled, rows: Sequence[Row]) -> Sampled:
+    """Returns the same result with other rows in place of its own."""
+    return replace(sample, trajectories=rows) if isinstance(sample, Episode) else rows[0]
 
 
 def sampled_of(state: Mapping[str, Any]) -> Sampled:
     """Returns the result of a JSON mapping; the inverse of `dataclasses.asdict`."""
+    if "trajectories" in state:
+        rows = [row_of(row) for row in state["trajectories"]]
+        return Episode(trajectories=rows, metrics=state["metrics"])
+    return row_of(state)
+
+
+def row_of(state: Mapping[str, Any]) -> Row:
+    """Returns the row of a JSON mapping; the inverse of `dataclasses.asdict`."""
     if "key" not in state:
         return Trajectory(**state)
     return TrajectoryRef(**{**state, "runs": [(version, count) for version, count in state["runs"]]})

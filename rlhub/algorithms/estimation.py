@@ -12,7 +12,8 @@ batch, equal in every process.  Columns that are read:
   instead attention_mask (rows, prompt + response);
 - (rows, response): response_mask, and token_level_scores where rewards stand on other tokens than the last that the model wrote;
 - where the estimator requires them or the settings read them: values, old_log_probs, ref_log_prob, rollout_log_probs,
-  sum_pi_squared, baseline_rewards, reward/<name>, policy_version; one number a row: episode, call, terminated, next_values.
+  sum_pi_squared, baseline_rewards, reward/<name>, policy_version; one number a row: episode, call, terminated, next_values;
+- where samples may have several rows: episode_id, one number a row, equal for the trajectories of an episode.
 
 No column is written twice: response_mask are the tokens of the model, learn_mask those of rows that train, and loss_mask those of
 them that the policy's loss counts, where a correction has rejected some.
@@ -44,7 +45,16 @@ from rlhub.algorithms.masked import masked
 from rlhub.algorithms.mismatch import measure_mismatch
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from rlhub.algorithms.returns import whiten_rewards
-from rlhub.algorithms.statistics import COUNT, SUM, Gather, Moments, batch_moments, row_moments, row_sums
+from rlhub.algorithms.statistics import (
+    COUNT,
+    SUM,
+    EpisodeRows,
+    Gather,
+    Moments,
+    batch_moments,
+    row_moments,
+    row_sums,
+)
 from rlhub.config.sections.actor import ActorConfig
 from rlhub.config.sections.algorithm import AlgorithmConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
@@ -90,10 +100,12 @@ def compute_advantages(
     valid = columns["valid"] & columns["response_mask"].bool().any(1)
     scored = masked(columns["response_mask"], valid[:, None])
     rewards, of_kl = token_rewards(columns, scored, gather, algorithm, kl_coef)
-    outputs = estimate(advantage_inputs(columns, rewards, valid, scored, gather, algorithm.adv_estimator), algorithm)
+    inputs = advantage_inputs(columns, rewards, valid, scored, gather, algorithm.adv_estimator)
+    outputs = estimate(inputs, algorithm)
     learns = valid & (columns["finish_reason"] == 0) if mask_truncated else valid
     found = {"advantages": outputs.advantages, "returns": outputs.returns, "learn_mask": masked(scored, learns[:, None])}
-    rows = metric_rows({**columns, **found, "token_level_rewards": rewards}, valid)
+    first = None if inputs.episodes is None else gather.own(EpisodeRows(inputs.episodes).leading)
+    rows = metric_rows({**columns, **found, "token_level_rewards": rewards}, valid, first)
     metrics |= of_kl | outputs.metrics | batch_metrics(gather.each(rows))
     check_advantages({**columns, **found}, scored, metrics, gather)
     return ColumnOutputs(columns=found, metrics=metrics)
@@ -170,14 +182,26 @@ def advantage_inputs(
             f"the batch has no column {', '.join(missing)}, which adv_estimator={estimator} reads; let the source of the batch "
             "add it, or choose another estimator"
         )
+    samples = columns.get("episode_id", columns["sample_index"])
+    group = own_group_when_invalid(columns["uid"], valid, samples)
     return AdvantageInputs(
         token_level_rewards=rewards,
         response_mask=scored,
-        group=own_group_when_invalid(columns["uid"], valid, columns["sample_index"]),
+        group=group,
         reward_components=reward_components(columns) if "reward_components" in requires else None,
         gather=gather,
+        episodes=episode_rows(group, columns.get("episode_id"), gather),
         **{name: columns[name] for name in read},
     )
+
+
+def episode_rows(group: Tensor, episode_id: Tensor | None, gather: Gather) -> Tensor | None:
+    """Returns the number of each row's episode in the whole batch, (all rows,).  group, episode_id: (rows,) of these rows; None
+    where every row is an episode."""
+    if episode_id is None:
+        return None
+    every = gather.each({"group": group, "episode_id": episode_id})
+    return EpisodeRows.of(every["group"], every["episode_id"]).index
 
 
 def reward_components(columns: Columns) -> dict[str, Tensor]:
@@ -185,9 +209,12 @@ def reward_components(columns: Columns) -> dict[str, Tensor]:
     return {name.removeprefix(COMPONENT): column for name, column in columns.items() if name.startswith(COMPONENT)}
 
 
-def own_group_when_invalid(uid: Tensor, valid: Tensor, sample_index: Tensor) -> Tensor:
-    """Returns group ids (rows,), where a sample without a valid score is a group of its own and moves nobody's baseline."""
-    return torch.where(valid, uid, -1 - sample_index)
+def own_group_when_invalid(uid: Tensor, valid: Tensor, samples: Tensor) -> Tensor:
+    """Returns group ids (rows,), where a sample without a valid score is a group of its own and moves nobody's baseline.
+
+    samples: (rows,) int64, the number of each row's sample.
+    """
+    return torch.where(valid, uid, -1 - samples)
 
 
 def estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
@@ -228,20 +255,21 @@ def check_advantages(columns: Columns, scored: Tensor, metrics: Mapping[str, flo
         )
 
 
-def metric_rows(columns: Columns, valid: Tensor) -> dict[str, Tensor]:
+def metric_rows(columns: Columns, valid: Tensor, first: Tensor | None = None) -> dict[str, Tensor]:
     """Returns `row_moments` of what is reported of each row, by name, (rows, 5) float64.
 
-    valid: (rows,) bool.  Samples without a valid score count in lengths only: the 0 that stands in for their score would pass for
-    a bad answer.
+    valid: (rows,) bool.  first: (rows,) bool, the first rows of their episodes, whose reward is reported, so that it counts
+    once; None where every row is an episode.  Samples without a valid score count in lengths only: the 0 that stands in for
+    their score would pass for a bad answer.
     """
-    every = torch.ones_like(valid)
+    every, counted = torch.ones_like(valid), valid if first is None else valid & first
     mask = columns["response_mask"].bool() & valid[:, None]
     lengths = columns["response_length"]
     prompts = columns["prompt_length"] if "prompt_length" in columns else columns["attention_mask"].sum(1) - lengths
     tensors = {name: columns[name] for name in ("advantages", "returns", "values") if name in columns}
-    scores = {"critic/score": row_moments(columns["scores"], valid)} if "scores" in columns else {}
+    scores = {"critic/score": row_moments(columns["scores"], counted)} if "scores" in columns else {}
     if "token_level_rewards" in columns:
-        scores["critic/rewards"] = row_moments(row_sums(columns["token_level_rewards"], mask), valid)
+        scores["critic/rewards"] = row_moments(row_sums(columns["token_level_rewards"], mask), counted)
     learns = columns.get("learn_mask", mask)
     return {
         "response_length": row_moments(lengths, every),

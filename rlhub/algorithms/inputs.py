@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import masked
-from rlhub.algorithms.statistics import HERE, Gather, row_sums
+from rlhub.algorithms.statistics import HERE, EpisodeRows, Gather, row_sums
 from rlhub.errors import ProtocolError
 
 
@@ -38,6 +38,8 @@ class AdvantageInputs:
     reward_components: by name (batch,) float64, the scorer's own numbers of each sample; requires "reward_components".
     gather: brings numbers of the rows of all processes together, for statistics of the batch and of groups, whose samples may be
         in several processes.  Where all rows are here it changes nothing.
+    episodes: (all rows,) int64, the number of each row's episode in the whole batch, as `EpisodeRows` has it; None where every
+        row is an episode.  `samples` and `broadcast` count an episode once.
     """
 
     token_level_rewards: Tensor
@@ -53,6 +55,7 @@ class AdvantageInputs:
     next_values: Tensor | None = None
     reward_components: Mapping[str, Tensor] | None = None
     gather: Gather = HERE
+    episodes: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.response_mask = self.response_mask.bool()
@@ -67,21 +70,34 @@ class AdvantageInputs:
         return row_sums(self.token_level_rewards, self.response_mask)
 
     def samples(self) -> SampleInputs:
-        """Returns what estimators of one number a sample read, of the whole batch."""
+        """Returns what estimators of one number a sample read, of the whole batch.
+
+        A sample is an episode.  The outcome of one with several rows is the mean of theirs, each of which carries the reward of
+        the episode, and its model tokens are those of all its rows.
+        """
         assert self.group is not None, "the estimator requires groups"
         numbers = {"rewards": self.outcome_rewards(), "group": self.group, "num_tokens": self.response_mask.sum(1)}
-        return SampleInputs(**self.gather.each(numbers))
+        every, episodes = self.gather.each(numbers), EpisodeRows(self.episodes)
+        return SampleInputs(
+            rewards=episodes.means(every["rewards"]),
+            group=episodes.firsts(every["group"]),
+            num_tokens=episodes.totals(every["num_tokens"]),
+        )
+
+    def of_samples(self, values: Tensor) -> Tensor:
+        """Returns a_i m_{i,t}, (rows, response), of the rows that are here, for one number a sample of the whole batch, a."""
+        return self.on_tokens(self.gather.own(EpisodeRows(self.episodes).each(values)))
 
     def broadcast(self, outputs: SampleOutputs) -> AdvantageOutputs:
         """Returns each sample's advantage on all of its model tokens, as advantages and as returns, of the rows that are here."""
-        advantages = self.on_tokens(self.gather.own(outputs.advantages))
+        advantages = self.of_samples(outputs.advantages)
         return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=outputs.metrics)
 
     def whole(self) -> AdvantageInputs:
         """Returns the rows of all processes in sampled order.  Each column crosses between them, padded to the widest process."""
         columns: dict[str, Any] = {column.name: getattr(self, column.name) for column in fields(self)} | {"gather": HERE}
         for name, column in columns.items():
-            if isinstance(column, Tensor):
+            if isinstance(column, Tensor) and name != "episodes":
                 columns[name] = self.gather(column)
         if self.reward_components is not None:
             columns["reward_components"] = self.gather.each(self.reward_components)
@@ -139,8 +155,8 @@ def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class SampleInputs:
-    """One number a row of the whole training batch, in sampled order: all that an estimator's companion `per_sample(inputs,
-    knobs)` reads.
+    """One number a sample (an episode) of the whole training batch, in sampled order: all that an estimator's companion
+    `per_sample(inputs, knobs)` reads.
 
     rewards: (batch,) float64, the outcome R_i = sum_t r_{i,t}.  group: (batch,) int64, equal for samples of one prompt.
     num_tokens: (batch,) int64, the model's tokens; 0 for a sample without a valid score, which is a group of its own.

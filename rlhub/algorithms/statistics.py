@@ -73,6 +73,64 @@ HERE = Gather()
 """The gather of a process that has the whole batch in sampled order."""
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class EpisodeRows:
+    """Says which rows of the whole batch, in sampled order, are one episode in the eyes of a group.
+
+    index: (rows,) int64, the number of each row's episode, from 0 in the order of their first rows; None where every row is an
+    episode.
+    """
+
+    index: Tensor | None = None
+
+    @classmethod
+    def of(cls, group: Tensor, episode_id: Tensor) -> EpisodeRows:
+        """Returns the rows by episode.  group, episode_id: (rows,) int64; rows of an episode in two groups count once in each."""
+        known, index = torch.unique(torch.stack([group, episode_id], 1), dim=0, return_inverse=True)
+        if len(known) == len(group):
+            return cls()
+        first = _firsts(index, len(known))
+        return cls(first.argsort().argsort()[index])
+
+    def firsts(self, values: Tensor) -> Tensor:
+        """Returns the value of each episode's first row: (rows,) -> (episodes,)."""
+        return values if self.index is None else values[_firsts(self.index, self._num)]
+
+    def totals(self, values: Tensor) -> Tensor:
+        """Returns the sum over each episode's rows: (rows,) -> (episodes,)."""
+        return values if self.index is None else values.new_zeros(self._num).index_add(0, self.index, values)
+
+    def means(self, values: Tensor) -> Tensor:
+        """Returns the mean over each episode's rows, exactly their value where it is the same in all: (rows,) -> (episodes,)."""
+        if self.index is None:
+            return values
+        first = self.firsts(values)
+        rest = torch.where(values == first[self.index], torch.zeros_like(values), values - first[self.index])
+        return first + self.totals(rest) / self.totals(torch.ones_like(values))
+
+    def each(self, episodes: Tensor) -> Tensor:
+        """Returns the value of its episode for each row: (episodes,) -> (rows,)."""
+        return episodes if self.index is None else episodes[self.index]
+
+    @property
+    def leading(self) -> Tensor:
+        """Returns whether each row is the first of its episode, (rows,) bool, where `index` is given."""
+        assert self.index is not None, "else all rows are"
+        leading = torch.zeros(len(self.index), dtype=torch.bool)
+        leading[_firsts(self.index, self._num)] = True
+        return leading
+
+    @property
+    def _num(self) -> int:
+        return 0 if self.index is None or not len(self.index) else int(self.index.max()) + 1
+
+
+def _firsts(index: Tensor, count: int) -> Tensor:
+    """Returns the first place of each of the numbers 0 to count - 1 in `index`."""
+    rows = torch.arange(len(index), device=index.device)
+    return rows.new_full((count,), len(index)).scatter_reduce(0, index, rows, "amin")
+
+
 @dataclass(slots=True, kw_only=True)
 class GroupStatistics:
     """Holds per row its group's number (from 0), size, mean and unbiased standard deviation (0 for a singleton), and whether all

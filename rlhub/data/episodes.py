@@ -46,7 +46,7 @@ OPEN_EPISODES = 256
 
 
 @dataclass(slots=True, kw_only=True)
-class Episode:
+class RecordedEpisode:
     """One recorded episode of T frames.
 
     images: by camera (T, height, width, 3) uint8.  actions: (T, action_dim), each taken at its frame.  state: (T, size), or None.
@@ -58,7 +58,7 @@ class Episode:
     state: NDArray[np.float32] | None = None
 
 
-def write_episodes(folder: Path, episodes: Iterable[Episode], *, fps: int = 10) -> None:
+def write_episodes(folder: Path, episodes: Iterable[RecordedEpisode], *, fps: int = 10) -> None:
     """Writes a data set into a new folder.  Raises DataError for episodes of different form, and for a folder that has one."""
     if (folder / "meta").exists():
         raise DataError(f"{folder} has a data set already; name another folder")
@@ -107,7 +107,7 @@ def _path(pattern: str, number: int, per_chunk: int) -> str:
     return pattern.format(episode_chunk=number // per_chunk, episode_index=number)
 
 
-def _columns(episode: Episode) -> tuple[dict[str, Any], dict[str, Any]]:
+def _columns(episode: RecordedEpisode) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the columns of an episode, and the features that describe them in info.json."""
     count = len(episode.actions)
     columns: dict[str, Any] = {ACTION: list(np.asarray(episode.actions, np.float32))}

@@ -15,7 +15,7 @@ from rlhub.pipeline.graph import Pipeline
 # until the rows are with the ranks that train on them.
 TOKENS = "input_ids attention_mask"
 FIELDS = "data_source? ground_truth? extra_info?"
-ROWS = "uid ordinal? sample_index prompt_length? response_length"
+ROWS = "uid ordinal? sample_index episode_id? prompt_length? response_length"
 CALLS = "episode? call? terminated? next_values?"
 SAMPLED = f"{TOKENS} pixel_values? prompts? responses response_mask finish_reason {ROWS} {FIELDS} {CALLS} " + (
     "rollout_log_probs policy_version?"

@@ -94,7 +94,8 @@ weights_version     int64()                  publish              the version of
 # of a row
 ordinal             int64(rows)              sample               the prompt's number among all that were drawn; seeds follow it
 uid                 int64(rows)              sample               the group of samples of one prompt, from 0
-sample_index        int64(rows)              sample               the sample's number as it was drawn, from 0
+sample_index        int64(rows)              sample               the row's number as it was drawn, from 0
+episode_id          int64(rows)              sample               the number of the row's episode, where some have several rows
 prompt_length       int64(rows)              sample               tokens of the prompt
 response_length     int64(rows)              sample               tokens of the response
 episode             int64(rows)              sample               the episode of a policy's call, from 0

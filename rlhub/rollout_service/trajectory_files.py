@@ -25,6 +25,7 @@ import fsspec
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
+from rlhub.agents.trajectory import Episode, Trajectory
 from rlhub.errors import DataError, DeadlineError
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, StalePolicy, mask_older
 from rlhub.utils.atomic import write_bytes
@@ -109,8 +110,9 @@ def decode(state: Mapping[str, Any], ordinal: int) -> Group:
     """Returns the group of an `encode`d one under another ordinal, because several writers use the same ones."""
     item = PromptItem(prompt_ids=tuple(state["prompt_ids"]), ordinal=ordinal, row=state["row"])
     group = Group.from_json(state, item)
-    for trajectory in group.whole:
-        trajectory.check()
+    for sample in group.trajectories:
+        if isinstance(sample, Trajectory | Episode):
+            sample.check()
     return group
 
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhub.agents.remote.episode_actor import EpisodeActorSettings, WorkflowKey
 from rlhub.agents.remote.holders import Holders, KeepingWorkflow
 from rlhub.agents.remote.workflow import EpisodeActorOptions, EpisodeActors, RemoteWorkflow, episode_actor_starter
-from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.agents.trajectory import NOT_SAMPLED, Episode, Sampled, Trajectory
+from rlhub.agents.trajectory import rows_of as rows_of_sample
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, build_workflow
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import BatchRef, DataProto
 from rlhub.rollout_service.executor.batches import keep_nothing
+from rlhub.rollout_service.executor.episode_groups import Group
 from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.single_controller import WorkerGroup
@@ -31,13 +33,13 @@ from tests.unit.trainer.ppo.test_stream_source import FakePublisher
 from tests.unit.trainer.ppo.test_stream_source_prompts import loader
 
 BATCH, SAMPLES, SAMPLING = 4, 2, SamplingParams(max_new_tokens=8)
-WORKFLOW = f"{__name__}:TwoTurns"
+WORKFLOW, BRANCHES = f"{__name__}:TwoTurns", f"{__name__}:Branches"
 
 
 class TwoTurns(RolloutWorkflow):
     """Between two generations stands a token that the policy did not write."""
 
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
         one = await engine.agenerate(self.request(data), SAMPLING)
         two = await engine.agenerate(self.request(data), SAMPLING)
         mask = [1] * len(one.token_ids) + [0] + [1] * len(two.token_ids)
@@ -49,6 +51,26 @@ class TwoTurns(RolloutWorkflow):
             versions=[*one.versions, NOT_SAMPLED, *two.versions],
             metrics={"turns": 2.0},
         )
+
+
+class Branches(TwoTurns):
+    """One to three conversations, of which the later ones mask what they share with the first and have a reward of their own.
+
+    Every episode generates three, so that groups end in their order.
+    """
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
+        rows = []
+        for branch in range(3):
+            row = await super().arun_episode(engine, replace(data, seed=data.seed + branch))
+            assert isinstance(row, Trajectory)
+            rows.append(row)
+            if branch:
+                row.response_mask[0], row.versions[0], row.rollout_log_probs[0] = 0, NOT_SAMPLED, 0.0
+            row.set_reward(float(branch))
+            row.comparison = "first" if not branch else "later"
+        chosen = rows[: 1 + data.seed % 3]
+        return Episode(trajectories=chosen, metrics={"branches": float(len(chosen))})
 
 
 class Seeded:
@@ -74,7 +96,7 @@ class Stream:
 
     def step(self, step: int) -> list[tuple[int, list[int], list[bool], list[float]]]:
         """Goes through a training step; returns each row's ordinal, tokens, mask and log-probs."""
-        self.settle()  # else which groups a step takes depends on which process was faster
+        self.settle()
         self.source.publish()
         batch = self.source.sample(self.prompts, step).batch
         assert isinstance(batch, BatchRef) == (self.holders is not None)
@@ -93,14 +115,21 @@ class Stream:
         self.settle()
         sizes = self.on_loop(self.holders.sizes())
         untrained = self.source.executor.delivery.untrained()
-        return sum(rows for rows, _ in sizes.values()), sum(len(group.scored) for group in untrained)
+        return sum(rows for rows, _ in sizes.values()), sum(
+            len(rows_of_sample(sample)) for group in untrained for sample in group.scored
+        )
+
+    def _tasks_but(self, *names: str) -> list[Any]:
+        tasks = [] if self.pool is None else list(self.pool._tasks)
+        return [task for task in tasks if task.get_coro().__name__ not in names]  # type: ignore[union-attr]
 
     def settle(self) -> None:
         """Waits until all that may start has ended and what is dropped is gone."""
         executor = self.source.executor
 
         async def idle() -> None:
-            while executor._work or executor._episodes or (self.pool is not None and len(self.pool._tasks) > 2):
+            lasting = ("_watch", "_receive")  # a call for reports may stay open when the last episode has ended
+            while executor._work or executor._episodes or self._tasks_but(*lasting):
                 await asyncio.sleep(0.01)
 
         self.on_loop(idle())
@@ -134,6 +163,7 @@ def streaming(
     num_actors: int = 2,
     max_staleness: int = 1,
     policy: Any = None,
+    name: str = WORKFLOW,
 ) -> Iterator[Stream]:
     """ranks: those that train; None: trainer.batches=driver."""
     config, engine, log = PPOConfig(), policy or Seeded(), PromptLog(folder / "prompts.jsonl")
@@ -143,14 +173,14 @@ def streaming(
         tokenizer=make_tokenizer, samplings={"training": SAMPLING}, max_prompt_length=8, max_response_length=16, vocab_size=100
     )
     pool = holders = None
-    workflow: RolloutWorkflow = build_workflow(WORKFLOW, parts())
+    workflow: RolloutWorkflow = build_workflow(name, parts())
     if ranks is not None:
         if num_actors:
             options = EpisodeActorOptions(backend=backend, log_dir=str(folder / "logs") if backend == "ray" else None)
             pool = EpisodeActors(episode_actor_starter(settings, options), num_actors)
         holders = Holders(pool, vocab_size=100)
-        remote = None if pool is None else RemoteWorkflow(parts(), WorkflowKey("training", WORKFLOW), pool, keeps=True)
-        workflow = KeepingWorkflow(WORKFLOW, holders.own, remote, lambda: build_workflow(WORKFLOW, parts()))
+        remote = None if pool is None else RemoteWorkflow(parts(), WorkflowKey("training", name), pool, keeps=True)
+        workflow = KeepingWorkflow(name, holders.own, remote, lambda: build_workflow(name, parts()))
     release = keep_nothing if holders is None else holders.release
     options_: Any = {"staleness": staleness, "ledger": ledger, "group_size": SAMPLES, "release": release}
     with executing(workflow, engine=engine, **options_) as executor:
@@ -167,6 +197,13 @@ def streaming(
             ranks=ranks,
         )
         stream = Stream(source, holders, pool, source.loader.endless())
+        take = executor.next_groups
+
+        def next_groups(*args: Any, **kwargs: Any) -> list[Group]:
+            stream.settle()  # else which groups a step takes depends on which process was faster
+            return take(*args, **kwargs)
+
+        executor.next_groups = next_groups  # type: ignore[method-assign]
         if pool is not None:
             stream.on_loop(pool.start())
             pool.on_lost = executor.lost

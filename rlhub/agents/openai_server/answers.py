@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +84,7 @@ class Writer:
     """Writes the responses to one request.
 
     chat: True for /chat/completions, False for /completions.  token: returns a token id as text.  n: the number of answers per
-    prompt.
+    prompt.  request_id: the part after the dash of the response's id.
     """
 
     model: str
@@ -94,8 +93,8 @@ class Writer:
     log_probs: bool
     token_ids: bool
     usage_chunk: bool = False
+    request_id: str
     n: int = 1
-    request_id: str = field(default_factory=lambda: secrets.token_hex(ID_BYTES))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -68,10 +68,11 @@ class RequestBody:
     sampling: the server's defaults with the request's settings.  max_tokens: None if the request does not limit them.  seed: None
     for the session's or a random one.  stop: texts that end the answer and are not part of it.  token_ids: the response contains
     token ids and versions too (`return_token_ids`, as in vLLM).  differing: sampling settings in which the request differs from
-    the server.
+    the server.  model: the name that the request gives, which nothing checks.
     """
 
     sampling: SamplingParams
+    model: str | None = None
     max_tokens: int | None = None
     n: int = 1
     seed: int | None = None
@@ -160,6 +161,7 @@ def _shared(body: dict[str, Any], defaults: SamplingParams) -> dict[str, Any]:
         raise bad_field("stream_options", options, "an object")
     return {
         "sampling": sampling,
+        "model": model if isinstance(model := body.get("model"), str) else None,
         "differing": differing,
         "max_tokens": _integer(body, limit, None, low=1, high=MAX_INTEGER),
         "n": _integer(body, "n", 1, low=1, high=MAX_CHOICES),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 import secrets
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from rlhub.agents.openai_server.admin import Administration, admin_routes
-from rlhub.agents.openai_server.answers import Answer, Writer, send_stream, send_whole
+from rlhub.agents.openai_server.answers import ID_BYTES, Answer, Writer, send_stream, send_whole
 from rlhub.agents.openai_server.bodies import ChatBody, CompletionBody, RequestBody, read_chat, read_completion
 from rlhub.agents.openai_server.errors import ApiError, bad_field, errors, read_json, unavailable, unsupported
 from rlhub.agents.openai_server.rendering import Renderer, as_answer, ending_token, gathered, in_time, sample
@@ -81,11 +81,12 @@ class ServerOptions:
 @dataclass(slots=True, kw_only=True)
 class _Exchange:
     """A request and its running answers.  session: None outside of sessions.  number: the number of the request in its
-    session."""
+    session.  request_id: the part after the dash of the response's id."""
 
     body: RequestBody
     session: Session | None
     number: int = 0
+    request_id: str = field(default_factory=lambda: secrets.token_hex(ID_BYTES))
     running: RunningAnswer = field(default_factory=RunningAnswer)
 
 
@@ -161,11 +162,20 @@ class OpenAIServer:
 
     # --- sessions ------------------------------------------------------------------------------------------------------
 
-    def open_session(self, name: str, *, seed: int, limits: SessionLimits, engine: EpisodeEngine | None = None) -> Session:
-        """Opens a session.  engine: generates for it; None for the server's engine.  Raises ValueError if the name is in use."""
+    def open_session(
+        self,
+        name: str,
+        *,
+        seed: int,
+        limits: SessionLimits,
+        engine: EpisodeEngine | None = None,
+        roles: Mapping[str, str] | None = None,
+    ) -> Session:
+        """Opens a session.  engine: generates for it; None for the server's engine.  roles: see Session.  Raises ValueError if
+        the name is in use."""
         if name in self._sessions:
             raise ValueError(f"the session {name!r} is open already")
-        session = Session(name=name, seed=seed, limits=limits, engine=engine or self._engine)
+        session = Session(name=name, seed=seed, limits=limits, engine=engine or self._engine, roles=roles or {})
         self._sessions[name] = session
         return session
 
@@ -262,7 +272,8 @@ class OpenAIServer:
         session = exchange.session
         use = body.tool_use
         history, tools = history_of(body.messages), tools_key(use.tools)
-        parent = session.find(body.messages, use.tools) if session is not None else None
+        role = session.role_of(body.model) if session is not None else ""
+        parent = session.find(body.messages, use.tools, role) if session is not None else None
         added: list[int] | None = None
         if parent is not None:
             ended = ending_token(parent.completion, body.sampling.stop_token_ids) is not None
@@ -276,16 +287,18 @@ class OpenAIServer:
             added = [*added, *self._renderer.text_ids(begun, special=False)]
         answers = await self._sample(exchange, parent, added, self._params(body, session, parent, added), use, begun)
         if session is not None:
-            for answer in answers:
-                told = (*history, *history_of([answer.recorded]))
-                session.turns.append(
-                    SessionTurn(parent=parent, added=added, completion=answer.completion, history=told, tools=tools)
-                )
+            told = [(*history, *history_of([answer.recorded])) for answer in answers]
+            turns = [
+                SessionTurn(parent=parent, added=added, completion=answer.completion, history=known, tools=tools)
+                for answer, known in zip(answers, told, strict=True)
+            ]
+            session.record(turns, role, exchange.request_id)
         return answers
 
     async def _answer_prompts(self, exchange: _Exchange, body: CompletionBody) -> list[Answer]:
         session, prompts = exchange.session, [self._prompt_ids(prompt) for prompt in body.prompts]
-        parents = [session.find_ids(ids) if session is not None else None for ids in prompts]
+        role = session.role_of(body.model) if session is not None else ""
+        parents = [session.find_ids(ids, role) if session is not None else None for ids in prompts]
         new = [ids[len(parent.ids) :] if parent is not None else ids for ids, parent in zip(prompts, parents, strict=True)]
         # Before any of them is sampled: what is wrong with one is an answer with its status, not an event of a stream.
         params = [self._params(body, session, parent, added) for parent, added in zip(parents, new, strict=True)]
@@ -295,7 +308,8 @@ class OpenAIServer:
         )
         if session is not None:
             for parent, added, answers in zip(parents, new, found, strict=True):
-                session.turns += [SessionTurn(parent=parent, added=added, completion=answer.completion) for answer in answers]
+                turns = [SessionTurn(parent=parent, added=added, completion=answer.completion) for answer in answers]
+                session.record(turns, role, exchange.request_id)
         return [answer for answers in found for answer in answers]
 
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
@@ -412,6 +426,7 @@ class OpenAIServer:
             token_ids=body.token_ids,
             usage_chunk=body.usage_chunk,
             n=body.n,
+            request_id=exchange.request_id,
         )
         answering = in_time(answering, self._options.request_s)
         if body.stream:

@@ -4,6 +4,9 @@ An agent sends its whole history with every request.  A request whose history be
 turn's answer, continues that turn: its prompt begins with the recorded tokens, and only the new messages are tokenized.  Any
 other request starts a new segment.  The record is therefore a forest, and each path from a root to a leaf is what a policy read
 and wrote.
+
+All paths together are an episode in which every answer trains once: an answer that several paths share is masked in all but the
+first.  Requests that name a role as their model belong to that role's conversations; those of frozen roles do not train.
 """
 
 from __future__ import annotations
@@ -12,18 +15,21 @@ import hmac
 import json
 import random
 import secrets
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlhub.agents.openai_server.bodies import Message
-from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.agents.trajectory import NOT_SAMPLED, Episode, Sampled, Trajectory
 from rlhub.agents.workflows.base import EpisodeEngine
 from rlhub.agents.workflows.turns import turn_seed
 from rlhub.engines.rollout.base import Completion
+from rlhub.errors import WorkflowError
 from rlhub.utils.seeding import sample_seed
 
 Which = Literal["last", "longest", "random"]
+TRAINED, FROZEN = "trained", "frozen"
 TOKEN_BYTES = 32
 NAMED, FURTHER = 1, 2
 """Purposes that keep the seeds that clients name, and those of a request's further answers, apart from the seeds of
@@ -43,6 +49,8 @@ class SessionTurn:
     """One answer.  added: the tokens before it that its parent does not have.
 
     history: the conversation up to and including this answer, in a form that can be compared; empty for plain completions.
+
+    role: the role whose conversation it belongs to, or "".  request_id: the part after the dash of the response's id.
     """
 
     parent: SessionTurn | None
@@ -50,6 +58,8 @@ class SessionTurn:
     completion: Completion
     history: tuple[str, ...] = ()
     tools: str = ""
+    role: str = ""
+    request_id: str = ""
 
     @property
     def path(self) -> list[SessionTurn]:
@@ -69,7 +79,8 @@ class SessionTurn:
 class Session:
     """The record of one agent's run.
 
-    engine: generates for it.  token: the API key of its requests.  seed: the seed of its first answer.
+    engine: generates for it.  token: the API key of its requests.  seed: the seed of its first answer.  roles: by the name that
+    requests give as their model, `trained` or `frozen`.
 
     num_mismatches: the number of requests whose history contains answers that differ from the recorded ones, so that a new
     segment began.  num_overruled: the number of requests whose sampling settings differed from the run's.  full: a request was
@@ -81,6 +92,7 @@ class Session:
     limits: SessionLimits
     engine: EpisodeEngine
     token: str = field(default_factory=lambda: secrets.token_urlsafe(TOKEN_BYTES))
+    roles: Mapping[str, str] = field(default_factory=dict)
     turns: list[SessionTurn] = field(default_factory=list)
     num_requests: int = 0
     num_mismatches: int = 0
@@ -103,16 +115,28 @@ class Session:
         first = turn_seed(self.seed, request)
         return first if answer == 0 else sample_seed(first, answer, FURTHER)
 
-    def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> SessionTurn | None:
-        """Returns the turn that these messages continue: of several the one with the longest history, then the newest; None if
-        there is none."""
+    def role_of(self, model: str | None) -> str:
+        """Returns the role that a request names as its model, or ""."""
+        return model if model is not None and model in self.roles else ""
+
+    def record(self, turns: Sequence[SessionTurn], role: str, request_id: str) -> None:
+        """Takes the answers of a request."""
+        for turn in turns:
+            turn.role, turn.request_id = role, request_id
+        self.turns += turns
+
+    def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], role: str = "") -> SessionTurn | None:
+        """Returns the turn of this role that these messages continue: of several the one with the longest history, then the
+        newest; None if there is none."""
         wanted, told = history_of(messages), tools_key(tools)
-        fitting = [turn for turn in self.turns if turn.history and turn.tools == told and _begins(wanted, turn.history)]
+        asked = [turn for turn in self.turns if turn.history and turn.tools == told and turn.role == role]
+        fitting = [turn for turn in asked if _begins(wanted, turn.history)]
         return max(fitting, key=lambda turn: (len(turn.history), self.turns.index(turn)), default=None)
 
-    def find_ids(self, prompt: Sequence[int]) -> SessionTurn | None:
-        """Returns the turn whose tokens are the longest beginning of this prompt, or None."""
-        fitting = [turn for turn in self.turns if len(ids := turn.ids) < len(prompt) and list(prompt[: len(ids)]) == ids]
+    def find_ids(self, prompt: Sequence[int], role: str = "") -> SessionTurn | None:
+        """Returns the turn of this role whose tokens are the longest beginning of this prompt, or None."""
+        asked = [turn for turn in self.turns if turn.role == role]
+        fitting = [turn for turn in asked if len(ids := turn.ids) < len(prompt) and list(prompt[: len(ids)]) == ids]
         return max(fitting, key=lambda turn: len(turn.ids), default=None)
 
     def leaves(self) -> Iterator[SessionTurn]:
@@ -120,18 +144,18 @@ class Session:
         parents = {id(turn.parent) for turn in self.turns}
         return (turn for turn in self.turns if id(turn) not in parents)
 
-    def metrics(self, chosen: SessionTurn | None = None) -> dict[str, float]:
-        """Returns the numbers of the whole session.  chosen: the segment that trains."""
-        written = sum(len(turn.completion.token_ids) for turn in self.turns)
-        kept = sum(len(turn.completion.token_ids) for turn in chosen.path) if chosen is not None else 0
+    def metrics(self, num_turns: int, num_trained: int) -> dict[str, float]:
+        """Returns the numbers of the whole session.  num_turns: the answers that train.  num_trained: their tokens, as the masks
+        count them; answers of frozen roles need not train."""
+        asked = _num_written(turn for turn in self.turns if self._may_train(turn))
         return {
             "openai/requests": float(self.num_requests),
-            "openai/turns": float(len(chosen.path)) if chosen is not None else 0.0,
+            "openai/turns": float(num_turns),
             "openai/segments": float(sum(1 for _ in self.leaves())),
             "openai/mismatches": float(self.num_mismatches),
             "openai/overruled_sampling": float(self.num_overruled),
-            "openai/untrained_tokens": float(written - kept),
-        }
+            "openai/untrained_tokens": float(asked - num_trained),
+        } | ({"openai/frozen_tokens": float(_num_written(self.turns) - asked)} if self.roles else {})
 
     def trajectory(self, which: Which = "last") -> Trajectory | None:
         """Returns one segment as a trajectory, or None if nothing was sampled: the segment with the last answer, the one with the
@@ -147,12 +171,80 @@ class Session:
             case "random":
                 chosen = random.Random(self.seed).choice(leaves)
         made = as_trajectory(chosen)
-        made.metrics = self.metrics(chosen)
+        made.metrics = self.metrics(len(chosen.path), made.num_tokens)
         return made
 
+    def episode(self) -> Sampled | None:
+        """Returns all segments, in which every answer of a role that trains is in the mask once, or None if there is none.
 
-def as_trajectory(leaf: SessionTurn) -> Trajectory:
-    """Returns the segment that ends with this turn."""
+        Segments of frozen roles, and such in which nothing trains, are left out.  One segment alone is a Trajectory.
+        """
+        return self._result([as_trajectory(leaf, turns) for leaf, turns in self._trained()])
+
+    def credited(self, rewards: Mapping[str, float], discount: float) -> Sampled | None:
+        """Returns what `episode` does with rewards of its parts, by the name of a role or by the id of a response.
+
+        By role, all segments of a role have its reward, and the episode's are compared with the same role's in other episodes.
+
+        By response, each answer trains in a row of its own whose reward is its return, R_t = r_t + discount R_{t+1} over the
+        answers of the roles that train, in the order in which they were sampled; r_t is 0 where none is given.  It is compared
+        with the answer of the same number and role in other episodes.  Raises WorkflowError for a name that is neither.
+        """
+        by_request = {turn.request_id: turn for turn in self.turns}
+        unknown = [name for name in rewards if name not in self.roles and name.rpartition("-")[2] not in by_request]
+        of_roles = [name for name in rewards if name in self.roles]
+        if unknown or len(of_roles) not in (0, len(rewards)):
+            raise WorkflowError(
+                f"the agent gave rewards for {', '.join(map(repr, rewards))}; name either roles "
+                f"({', '.join(self.roles) or 'none are set'}) or ids of responses of this session"
+            )
+        return self._by_role(rewards) if of_roles else self._by_answer(rewards, discount)
+
+    def _by_role(self, rewards: Mapping[str, float]) -> Sampled | None:
+        rows = []
+        for leaf, turns in self._trained():
+            if leaf.role not in rewards:
+                raise WorkflowError(f"the agent gave no reward for the role {leaf.role!r}, which trains; give one, or freeze it")
+            rows.append(as_trajectory(leaf, turns))
+            rows[-1].set_reward(rewards[leaf.role])
+            rows[-1].comparison = leaf.role
+        return self._result(rows)
+
+    def _by_answer(self, rewards: Mapping[str, float], discount: float) -> Sampled | None:
+        given = {name.rpartition("-")[2]: reward for name, reward in rewards.items()}
+        turns = [turn for turn in self.turns if self._may_train(turn)]
+        rows, numbers, following = [], Counter(turn.role for turn in turns), 0.0
+        for turn in reversed(turns):
+            following = given.get(turn.request_id, 0.0) + discount * following
+            numbers[turn.role] -= 1
+            rows.append(as_trajectory(turn, [turn]))
+            rows[-1].set_reward(following)
+            rows[-1].comparison = f"{turn.role}/{numbers[turn.role]}"
+        return self._result(rows[::-1])
+
+    def _trained(self) -> Iterator[tuple[SessionTurn, list[SessionTurn]]]:
+        """Yields each leaf with the answers of its path that train in its row: those that no earlier leaf has."""
+        done: set[int] = set()
+        for leaf in self.leaves():
+            turns = [turn for turn in leaf.path if id(turn) not in done and self._may_train(turn)]
+            if turns:
+                done |= {id(turn) for turn in turns}
+                yield leaf, turns
+
+    def _result(self, rows: list[Trajectory]) -> Sampled | None:
+        num_turns = sum(1 for turn in self.turns if self._may_train(turn))
+        metrics = self.metrics(num_turns, sum(row.num_tokens for row in rows))
+        if len(rows) == 1:
+            rows[0].metrics = metrics
+            return rows[0]
+        return Episode(trajectories=rows, metrics=metrics) if rows else None
+
+    def _may_train(self, turn: SessionTurn) -> bool:
+        return bool(turn.completion.token_ids) and self.roles.get(turn.role) != FROZEN
+
+
+def as_trajectory(leaf: SessionTurn, trained: Sequence[SessionTurn] | None = None) -> Trajectory:
+    """Returns the segment that ends with this turn.  trained: the answers in its mask; None: all."""
     path = leaf.path
     made = Trajectory(
         prompt_ids=list(path[0].added),
@@ -165,9 +257,11 @@ def as_trajectory(leaf: SessionTurn) -> Trajectory:
     for index, turn in enumerate(path):
         between, written = (turn.added if index else []), turn.completion
         made.response_ids += [*between, *written.token_ids]
-        made.response_mask += [0] * len(between) + [1] * len(written.token_ids)
-        made.rollout_log_probs += [0.0] * len(between) + list(written.log_probs)
-        made.versions += [NOT_SAMPLED] * len(between) + list(written.versions)
+        trains = trained is None or turn in trained
+        made.response_mask += [0] * len(between) + [int(trains)] * len(written.token_ids)
+        made.rollout_log_probs += [0.0] * len(between) + (list(written.log_probs) if trains else [0.0] * len(written.token_ids))
+        made.versions += [NOT_SAMPLED] * len(between)
+        made.versions += written.versions if trains else [NOT_SAMPLED] * len(written.token_ids)
     made.check()
     return made
 
@@ -204,8 +298,8 @@ def _begins(history: tuple[str, ...], beginning: tuple[str, ...]) -> bool:
     return len(beginning) < len(history) and history[: len(beginning)] == beginning
 
 
-def _num_written(path: Sequence[SessionTurn]) -> int:
-    return sum(len(turn.completion.token_ids) for turn in path)
+def _num_written(turns: Iterable[SessionTurn]) -> int:
+    return sum(len(turn.completion.token_ids) for turn in turns)
 
 
 def carries(header: str, key: str | None) -> bool:

@@ -21,7 +21,7 @@ from rlhub.agents.partials import join
 from rlhub.agents.remote.environment_requests import DriverEnvironmentSource, EnvironmentRequest
 from rlhub.agents.remote.episode_messages import Orders, PlaceRequest, ReportBox, Start, pack_ref
 from rlhub.agents.remote.trajectory_store import TrajectoryStore
-from rlhub.agents.trajectory import Trajectory, TrajectoryRef
+from rlhub.agents.trajectory import Episode, Sampled, Trajectory, TrajectoryRef
 from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import FINISH_CODES, Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import EngineError, RlhubError, WorkflowError
@@ -83,10 +83,10 @@ class RequestCancelled:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EpisodeEnded:
-    """The last message of an episode whose tokens do not stay here; else that is a TrajectoryRef.  rejected: the reason if it
-    raised Reject."""
+    """The last message of an episode whose tokens do not stay here, or that has several trajectories; else that is a
+    TrajectoryRef.  rejected: the reason if it raised Reject."""
 
-    trajectory: Trajectory | None = None
+    trajectory: Sampled | None = None
     rejected: str | None = None
 
 
@@ -200,7 +200,7 @@ class EpisodeActor:
 
     async def cancel(self, run: int) -> None:
         """Cancels an episode; its code cleans up after this call has returned.  An unknown run is ignored."""
-        self._kept.drop([str(run)])
+        self._kept.forget(str(run))
         episode = self._episodes.pop(run, None)
         self._reports.wake()
         if episode is not None and episode.task is not None:
@@ -234,6 +234,8 @@ class EpisodeActor:
         end: EpisodeEnded | Exception
         try:
             trajectory = await self._workflow(key).arun_episode(episode, data)
+            if keep and isinstance(trajectory, Episode) and not episode.unwanted:
+                trajectory = self._kept.keep_episode(str(episode.run), trajectory)
             if keep and isinstance(trajectory, Trajectory) and not episode.unwanted:
                 self._reports.next.kept.append(pack_ref(episode.run, self._kept.keep(str(episode.run), trajectory)))
                 episode.is_kept = True

@@ -85,7 +85,7 @@ def pack_ref(run: int, ref: TrajectoryRef) -> tuple[Any, ...]:
     """Returns the numbers of a finished episode without home and key; fields at the end that have their defaults are left out."""
     runs = tuple(number for pair in ref.runs for number in pair)
     fields = [run, ref.prompt_length, ref.response_length, runs, FINISH_CODES[ref.finish_reason]]
-    more = [ref.rewards, ref.added_rewards, ref.metrics]
+    more = [ref.rewards, ref.added_rewards, ref.metrics, ref.comparison]
     while more and not more[-1]:
         more.pop()
     return (*fields, *more)
@@ -94,7 +94,7 @@ def pack_ref(run: int, ref: TrajectoryRef) -> tuple[Any, ...]:
 def unpack_ref(packed: Sequence[Any], home: str) -> TrajectoryRef:
     """Returns the numbers of an episode that `pack_ref` packed; the process `home` keeps its tokens under the run's number."""
     run, prompt_length, response_length, runs, code, *more = packed
-    rewards, added, metrics = [*more, None, None, None][:3]
+    rewards, added, metrics, comparison = [*more, None, None, None, None][:4]
     return TrajectoryRef(
         home=home,
         key=str(run),
@@ -105,4 +105,5 @@ def unpack_ref(packed: Sequence[Any], home: str) -> TrajectoryRef:
         rewards=rewards,
         added_rewards=added,
         metrics=metrics or {},
+        comparison=comparison or "",
     )

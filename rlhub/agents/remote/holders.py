@@ -21,7 +21,7 @@ import numpy as np
 from rlhub.agents.remote.actor_pool import PooledActor, own_error
 from rlhub.agents.remote.trajectory_store import RowRequest, TrajectoryStore, trajectories_of, wide_names
 from rlhub.agents.remote.workflow import EpisodeActors, RemoteWorkflow
-from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef
+from rlhub.agents.trajectory import Episode, Sampled, Trajectory, TrajectoryRef, rows_of
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.checkpoint.files import FileEntry
 from rlhub.errors import ConfigError, HolderLostError, RegistryError, WorkerDiedError, WorkerError
@@ -98,9 +98,9 @@ class Holders:
 
     def release(self, results: Sequence[Sampled | None]) -> None:
         """Lets the processes forget results that are trained, or will not be."""
-        for result in results:
-            if isinstance(result, TrajectoryRef):
-                self._dropping[result.home].append(result.key)
+        for row in itertools.chain.from_iterable(rows_of(result) for result in results if result is not None):
+            if isinstance(row, TrajectoryRef):
+                self._dropping[row.home].append(row.key)
         self._drop()
 
     def hold(self, saving: bool) -> None:
@@ -146,7 +146,7 @@ class Holders:
         return moved
 
     def adopt(self, trajectory: Trajectory) -> TrajectoryRef:
-        """Keeps the tokens of an episode of a checkpoint, which the driver has read."""
+        """Keeps the tokens of a trajectory of a checkpoint, which the driver has read."""
         return self.own.keep(f"{_RESUMED}{next(self._adopted)}", trajectory)
 
     def homes(self) -> list[str]:
@@ -246,7 +246,10 @@ class KeepingWorkflow(RolloutWorkflow):
                     self._run_here(f"no episode actor can build it ({error})")
         assert self._inner is not None, "built a moment ago"
         result = await self._inner.arun_episode(engine, data)
-        return self._store.keep(f"{data.session}/{next(self._runs)}", result) if isinstance(result, Trajectory) else result
+        key = f"{data.session}/{next(self._runs)}"
+        if isinstance(result, Episode):
+            return self._store.keep_episode(key, result)
+        return self._store.keep(key, result) if isinstance(result, Trajectory) else result
 
     def _run_here(self, why: str) -> None:
         self._inner = self._build()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory, TrajectoryRef, last_written, moved_inside
+from rlhub.agents.trajectory import NOT_SAMPLED, Episode, Trajectory, TrajectoryRef, last_written, moved_inside
 from rlhub.checkpoint.files import FileEntry, RawTensor, write_safetensors
 from rlhub.errors import WorkflowError
 from rlhub.protocol import ColumnStore, DataProto
@@ -87,6 +87,19 @@ class TrajectoryStore:
         self._check(key, columns)
         self._put(key, columns)
         return TrajectoryRef.of(trajectory, self.home, key)
+
+    def keep_episode(self, key: str, episode: Episode) -> Episode:
+        """Takes the tokens of an episode of several trajectories as rows `key.0`, `key.1` and so on.  Raises what `keep` does."""
+        episode.check()
+        whole = [row for row in episode.trajectories if isinstance(row, Trajectory)]
+        for number, row in enumerate(whole):  # before any is taken: none of a bad episode stays
+            self._check(f"{key}.{number}", columns_of(row))
+        refs = [self.keep(f"{key}.{number}", row) for number, row in enumerate(whole)]
+        return Episode(trajectories=refs, metrics=episode.metrics)
+
+    def forget(self, key: str) -> None:
+        """Drops the rows that `keep` or `keep_episode` took under this key, if there are any."""
+        self.drop([name for name in self._names if name == key or name.rpartition(".")[0] == key])
 
     def _put(self, key: str, columns: Mapping[str, Tensor]) -> None:
         self._store.put(key, {name: _row(values) for name, values in columns.items()})
@@ -178,6 +191,7 @@ def trajectories_of(rows: Sequence[TrajectoryRef], data: DataProto) -> list[Traj
             rewards=None if row.rewards is None else values(SCORES, number),
             added_rewards=None if row.added_rewards is None else values(ADDED, number),
             metrics=row.metrics,
+            comparison=row.comparison,
         )
         for number, row in enumerate(rows)
     ]

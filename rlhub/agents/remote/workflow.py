@@ -39,7 +39,7 @@ from rlhub.agents.remote.episode_messages import (
     unpack_ref,
 )
 from rlhub.agents.remote.streaming import extend
-from rlhub.agents.trajectory import Sampled, TrajectoryRef
+from rlhub.agents.trajectory import Sampled, TrajectoryRef, rows_of
 from rlhub.agents.workflows.base import (
     EpisodeData,
     EpisodeEngine,
@@ -104,7 +104,11 @@ class RemoteWorkflow(RolloutWorkflow):
         run = EpisodeRun(next(_runs), link, data, engine, self.parts)
         try:
             async with link.prompt(data, self._key, keeps=self._keeps, direct=self._direct) as prompt:
-                return await run.play(prompt)
+                result = await run.play(prompt)
+            for row in () if result is None else rows_of(result):
+                if isinstance(row, TrajectoryRef):
+                    row.home = member.home
+            return result
         except WorkerError as error:
             own = own_error(error)
             if own is error:

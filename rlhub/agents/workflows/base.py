@@ -4,7 +4,7 @@
         async def arun_episode(self, engine, data):
             completion = await engine.agenerate(self.request(data), self.parts.sampling)
             ...
-            return Trajectory(...)          # or None: this episode must not train
+            return Trajectory(...)          # or Episode(trajectories=[...]), or None: this episode must not train
 
 The checks before a run inspect a workflow without running an episode: `class_problems` says whether it can be built, `knobs_of`
 and `settings_read` which settings it reads.
@@ -129,8 +129,8 @@ class RolloutWorkflow(ABC):
 
     @abstractmethod
     async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
-        """Runs one episode and returns its Trajectory.  Returning None or raising Reject leaves the prompt's group out; any other
-        error counts as a failure."""
+        """Runs one episode and returns its Trajectory, or an Episode of several.  Returning None or raising Reject leaves the
+        prompt's group out; any other error counts as a failure."""
 
     async def aclose(self) -> None:  # noqa: B027  most workflows hold nothing
         """Releases the resources of the workflow (environments, clients).  It is called once, after the last episode."""

@@ -123,12 +123,16 @@ class AgentKnobs:
     args: list[str] = field(default_factory=list)
     """Command-line arguments of a program."""
     reward: Literal["score", "agent"] = "score"
-    """score: the run's reward function scores the text of the last segment.  agent: the reward is the number that the function
-    returns, or the last line that the program prints."""
-    segment: Literal["last", "longest", "random"] = "last"
-    """The segment that trains if the agent had several conversations or changed its history: the one of its last request, the one
-    with the most tokens, or one drawn uniformly, so that over many episodes all segments train.  Choose random for an agent that
-    shortens its history or has helpers, and whose own reward is that of the whole episode (reward=agent)."""
+    """score: the run's reward function scores the text of the last segment that trains.  agent: the reward is the number that the
+    function returns, or the last line that the program prints; {"rewards": {...}} gives rewards by role or by response."""
+    segment: Literal["all", "last", "longest", "random"] = "all"
+    """The segments that train if the agent had several conversations or changed its history: all of them, with every answer once,
+    or of each episode one: that of its last request, the one with the most tokens, or one drawn uniformly (reward=agent)."""
+    roles: dict[str, str] = field(default_factory=dict)
+    """The roles of the agent's conversations, each `trained` or `frozen`.  A request belongs to the role that it names as its
+    model, and to none if it names another one.  Answers of frozen roles do not train.  Roles need segment=all."""
+    turn_discount: float = 1.0
+    """The factor on the later answers' rewards in the return of an answer, where the agent gives rewards by response."""
     format: str = field(default_factory=lambda: MultiTurnConfig().format)
     """The format of tool calls in the policy's text; a registered tool format."""
     model: str = "policy"
@@ -150,7 +154,8 @@ class AgentKnobs:
     def __post_init__(self) -> None:
         at_least(1, max_concurrent=self.max_concurrent, max_agents=self.max_agents)
         at_least(0, port=self.port)
-        for name, known in (("reward", ("score", "agent")), ("segment", ("last", "longest", "random"))):
+        at_least(0, turn_discount=self.turn_discount)
+        for name, known in (("reward", ("score", "agent")), ("segment", ("all", "last", "longest", "random"))):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(known)}")
         if self.segment == "random" and self.reward != "agent":
@@ -158,3 +163,8 @@ class AgentKnobs:
                 f"segment=random with reward={self.reward}: a conversation alone does not show how the episode ended; let the "
                 "agent give its reward (reward=agent), or set segment=last"
             )
+        for name, kind in self.roles.items():
+            if kind not in ("trained", "frozen"):
+                raise ValueError(f"roles.{name}={kind!r}: must be one of trained, frozen")
+        if self.roles and self.segment != "all":
+            raise ValueError(f"segment={self.segment} with roles: conversations of several roles train whole; set segment=all")

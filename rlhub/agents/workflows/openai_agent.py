@@ -2,11 +2,14 @@
 
 Each episode opens a session at an endpoint on the event loop of the episodes, and runs the agent with the session's address and
 key.  The endpoint records what the policy writes for the agent as tokens; a history that the agent changes starts a new segment.
-One segment becomes the episode's trajectory.
+Each segment becomes a trajectory of the episode.
 
 The agent is a coroutine, a plain function, which runs in a thread, or a program; none of them depends on rlhub.
 
     async def run(base_url: str, api_key: str, row: dict) -> float | None: ...
+
+The reward is a number for the whole episode, or {"rewards": {name: number}} by the role of a conversation or the id of a
+response.
 
 A program finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, where OpenAI's client reads them, and the row as JSON on
 its standard input.
@@ -30,7 +33,7 @@ from typing import Any, Protocol
 
 from rlhub.agents.openai_server.server import OpenAIServer, ServerOptions
 from rlhub.agents.openai_server.sessions import Session, SessionLimits
-from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.trajectory import Sampled, answer_of
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.agents.workflows.knobs import AgentKnobs
 from rlhub.agents.workflows.registry import fill_knobs
@@ -43,6 +46,8 @@ SHOWN = 2000  # characters of a failed program's error output in the message
 MAX_ENDPOINTS = 64
 """Number of ports that are tried from a given one on: each process of rollout.agent.num_workers and validation has its own
 endpoint."""
+Reward = float | Mapping[str, float]
+"""A reward of the whole episode, or rewards by role or by response."""
 CLIENT_LOGGERS = ("httpx", "httpx2")
 """Loggers of OpenAI's client, which log a line for every request at the level at which a run reports its steps."""
 
@@ -66,29 +71,39 @@ class OpenAIAgent(RolloutWorkflow):
         self._starting = asyncio.Lock()
         self._places = asyncio.Semaphore(self.knobs.max_agents)
 
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
         async with self._places:
             return await self._episode(engine, data)
 
-    async def _episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory:
-        server = await self._started(engine)
-        session = server.open_session(data.session, seed=data.seed, limits=self._limits, engine=engine)
+    async def _episode(self, engine: EpisodeEngine, data: EpisodeData) -> Sampled:
+        server, roles = await self._started(engine), self.knobs.roles
+        session = server.open_session(data.session, seed=data.seed, limits=self._limits, engine=engine, roles=roles)
         try:
             reward = await self._run(server, session, data)
         finally:
             server.close_session(session)
-        made = session.trajectory(self.knobs.segment)
+        made = self._credited(session, reward)
         if made is None:
-            raise Reject("the agent asked the policy for nothing")
+            raise Reject("the agent asked the policy for nothing" + (" that trains" if session.turns else ""))
         if session.full:
-            made.finish_reason = "length"
-        if self.knobs.reward == "agent":
-            if reward is None:
+            answer_of(made).finish_reason = "length"
+        return made
+
+    def _credited(self, session: Session, reward: Reward | None) -> Sampled | None:
+        """Returns what trains of the session, with the agent's own reward where that counts."""
+        own, which = self.knobs.reward == "agent", self.knobs.segment
+        if own and isinstance(reward, Mapping):
+            if which != "all":
+                raise WorkflowError(f"the agent {self.knobs.agent} gave several rewards, which need segment=all, got {which}")
+            return session.credited(reward, self.knobs.turn_discount)
+        made = session.episode() if which == "all" else session.trajectory(which)
+        if made is not None and own:
+            if reward is None or isinstance(reward, Mapping):
                 raise WorkflowError(f"the agent {self.knobs.agent} gave no reward; return a number, or set reward=score")
             made.set_reward(reward)
         return made
 
-    async def _run(self, server: OpenAIServer, session: Session, data: EpisodeData) -> float | None:
+    async def _run(self, server: OpenAIServer, session: Session, data: EpisodeData) -> Reward | None:
         """Runs the agent and returns its own reward, if it gives one.
 
         An error that the agent raises because its conversation is full ends the episode normally.
@@ -127,7 +142,7 @@ class OpenAIAgent(RolloutWorkflow):
 class Agent(Protocol):
     """The interface of what an episode runs."""
 
-    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
+    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Reward | None:
         """Does the task of the row; returns the reward if the agent determines one."""
         ...
 
@@ -139,7 +154,7 @@ class FunctionAgent:
     function: Callable[..., Any]
     threads: ThreadPoolExecutor
 
-    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
+    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Reward | None:
         arguments = {"base_url": base_url, "api_key": api_key, "row": dict(row)}
         if inspect.iscoroutinefunction(self.function):
             found = await self.function(**arguments)
@@ -156,7 +171,7 @@ class ProgramAgent:
     command: Sequence[str]
     reads_reward: bool
 
-    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
+    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Reward | None:
         process = await asyncio.create_subprocess_exec(
             *self.command,
             stdin=asyncio.subprocess.PIPE,
@@ -194,17 +209,19 @@ def load_agent(target: str, args: Sequence[str], threads: ThreadPoolExecutor, *,
     return FunctionAgent(function=function, threads=threads)
 
 
-def as_reward(value: Any) -> float | None:
-    """Returns the reward of a number, of text that is a number, or of {"reward": number}, and None for None.
+def as_reward(value: Any) -> Reward | None:
+    """Returns the reward of a number, of {"reward": number}, of {"rewards": {name: number}} or of text that is one of them, and
+    None for None.
 
     Raises WorkflowError for anything else.
     """
-    given = value.get("reward") if isinstance(value, Mapping) else value
-    if given is None:
-        return None
     try:
-        return float(given)
-    except (TypeError, ValueError):
+        given = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
+        if isinstance(given, Mapping) and "rewards" in given:
+            return {str(name): float(reward) for name, reward in given["rewards"].items()}
+        given = given.get("reward") if isinstance(given, Mapping) else given
+        return None if given is None else float(given)
+    except (TypeError, ValueError, AttributeError):
         raise WorkflowError(f"the agent returned {value!r:.200}; expected a number, or nothing") from None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.statistics import group_statistics, whiten
+from rlhub.algorithms.statistics import EpisodeRows, group_statistics, whiten
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,8 +35,10 @@ def gdpo(inputs: AdvantageInputs, knobs: GDPOKnobs) -> AdvantageOutputs:
     assert inputs.group is not None, "gdpo requires groups"
     assert inputs.reward_components is not None, "gdpo requires reward_components"
     weights = component_weights(list(inputs.reward_components), knobs.reward_weights)
-    group = inputs.gather(inputs.group)
-    components = inputs.gather.each({name: inputs.reward_components[name].to(torch.float64) for name in weights})
+    episodes = EpisodeRows(inputs.episodes)
+    group = episodes.firsts(inputs.gather(inputs.group))
+    every = inputs.gather.each({name: inputs.reward_components[name].to(torch.float64) for name in weights})
+    components = {name: episodes.means(column) for name, column in every.items()}
     total = torch.zeros(len(group), dtype=torch.float64, device=group.device)
     metrics: dict[str, float] = {}
     for name, weight in weights.items():
@@ -45,7 +47,7 @@ def gdpo(inputs: AdvantageInputs, knobs: GDPOKnobs) -> AdvantageOutputs:
         total += weight * stats.normalized(component, divide=knobs.norm_adv_by_std_in_grpo)
         metrics |= stats.metrics() | {f"groups/all_equal/{name}": stats.metrics()["groups/all_equal"]}
     metrics.pop("groups/all_equal", None)  # each component has its own
-    tokens = inputs.on_tokens(inputs.gather.own(total))
+    tokens = inputs.of_samples(total)
     advantages = whiten(tokens, inputs.response_mask, inputs.gather)
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=metrics)
 

@@ -15,6 +15,6 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, knobs: None) -> Advant
     assert inputs.group is not None, "reinforce_plus_plus_baseline requires groups"
     samples = inputs.samples()
     stats = group_statistics(samples.rewards, samples.group)
-    centred = inputs.on_tokens(inputs.gather.own(stats.centred(samples.rewards)))
+    centred = inputs.of_samples(stats.centred(samples.rewards))
     advantages = whiten(centred, inputs.response_mask, inputs.gather)
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())

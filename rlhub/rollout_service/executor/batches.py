@@ -6,8 +6,9 @@ correction.  FailureLimit stops the run when something broken (a workflow, a rew
 every group: without it the run would generate forever and train nothing.
 
 `to_batch` builds the columns that batch generation gives too, and those that only episodes have.  Rows are in the order of the
-groups, with the samples of a prompt next to each other.  Prompts are padded on the left and responses on the right to the longest
-of the batch, so that equal samples give an equal batch however they were generated.
+groups, with the samples of a prompt next to each other, and each trajectory of an episode is a row.  Prompts are padded on the
+left and responses on the right to the longest of the batch, so that equal samples give an equal batch however they were
+generated.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ from rlhub.rollout_service.executor.statistics import RolloutStatistics
 
 logger = logging.getLogger(__name__)
 ADDED = "added_rewards"
+V = TypeVar("V")
 Release = Callable[[Sequence[Sampled | None]], None]
 """Takes notice of samples that are trained, or will not be."""
 
@@ -236,7 +238,7 @@ def _rare(count: int) -> bool:
 
 
 def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = None) -> DataProto:
-    """Returns the columns of the samples of all groups; T is the length of the longest response:
+    """Returns the columns of the rows of all groups; T is the length of the longest response:
 
     input_ids, attention_mask (rows, prompt + T); responses, response_mask, policy_version (rows, T) int64; rollout_log_probs
     (rows, T) float32; those of `row_columns`; the prompts' other columns.
@@ -260,16 +262,28 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
 
 def row_columns(groups: Sequence[Group]) -> dict[str, Tensor]:
     """Returns the columns of one number a row that follow from the samples' numbers: prompt_length, response_length,
-    finish_reason, ordinal, uid (rows,) int64."""
-    samples = [sample for group in groups for sample in group.trajectories]
-    counts = [len(group.trajectories) for group in groups]
-    numbers = {
-        "prompt_length": [sample.prompt_length for sample in samples],
-        "response_length": [sample.response_length for sample in samples],
-        "finish_reason": [FINISH_CODES[sample.finish_reason] for sample in samples],
-        "ordinal": np.repeat([group.ordinal for group in groups], counts),
-        "uid": np.repeat(np.arange(len(groups)), counts),
+    finish_reason, ordinal, uid (rows,) int64; only if an episode has several rows: episode_id (rows,) int64, the number of its
+    sample in the batch, from 0.
+
+    uid: equal for the rows whose rewards are compared: those of a prompt, and where episodes have several rewards, those of them
+    with the same name in `comparison`.
+    """
+    rows = [row for group in groups for row in group.rows]
+    counts = [count for group in groups for count in group.counts]
+    compared: dict[tuple[int, str], int] = {}
+    numbers: dict[str, Any] = {
+        "prompt_length": [row.prompt_length for row in rows],
+        "response_length": [row.response_length for row in rows],
+        "finish_reason": [FINISH_CODES[row.finish_reason] for row in rows],
+        "ordinal": [group.ordinal for group in groups for _ in group.rows],
+        "uid": [
+            compared.setdefault((number, row.comparison), len(compared))
+            for number, group in enumerate(groups)
+            for row in group.rows
+        ],
     }
+    if len(rows) > len(counts):
+        numbers["episode_id"] = np.repeat(np.arange(len(counts)), counts)
     return {name: torch.from_numpy(np.array(column, dtype=np.int64)) for name, column in numbers.items()}
 
 
@@ -353,7 +367,7 @@ def add_rewards(columns: MutableMapping[str, Tensor] | TensorDict) -> None:
 def score_columns(groups: Sequence[Group], width: int) -> dict[str, Tensor]:
     """Returns the columns of the scores, or no columns if no sample has rewards.  Raises WorkflowError if only some samples have
     them, because half a batch cannot be scored later."""
-    scored = [[t.rewards is not None for t in group.trajectories] for group in groups]
+    scored = [[row.rewards is not None for row in group.rows] for group in groups]
     if not any(map(any, scored)):
         return {}
     rewards = torch.zeros(sum(map(len, scored)), width)
@@ -368,33 +382,39 @@ def score_columns(groups: Sequence[Group], width: int) -> dict[str, Tensor]:
 
 def score_rows(groups: Sequence[Group]) -> dict[str, Tensor]:
     """Returns `score_columns` of samples whose tokens are in other processes: those of one number a row."""
-    samples = [sample for group in groups for sample in group.trajectories]
-    if all(sample.rewards is None for sample in samples):
+    rows = [row for group in groups for row in group.rows]
+    if all(row.rewards is None for row in rows):
         return {}
-    return {"scores": torch.tensor([sum(sample.rewards or ()) for sample in samples])} | _scored_rows(groups)
+    return {"scores": torch.tensor([sum(row.rewards or ()) for row in rows])} | _scored_rows(groups)
 
 
 def _scored_rows(groups: Sequence[Group]) -> dict[str, Tensor]:
     names = dict.fromkeys(name for group in groups for numbers in group.numbers for name in numbers)
     columns = {COMPONENT + name: number_column(groups, name) for name in names}
-    return {"valid": torch.tensor([sample for group in groups for sample in group.valid])} | columns
+    return {"valid": torch.tensor(of_rows(groups, [valid for group in groups for valid in group.valid]))} | columns
 
 
 def number_column(groups: Sequence[Group], name: str) -> Tensor:
-    """Returns one of the scorer's numbers, (rows,) float64, 0 for a sample without a valid score.  Raises WorkflowError if a
-    sample with a valid score lacks it."""
+    """Returns one of the scorer's numbers, (rows,) float64, the same for all rows of a sample, 0 for one without a valid score.
+    Raises WorkflowError if a sample with a valid score lacks it."""
     values = []
     for group in groups:
         for valid, numbers in zip(group.valid, group.numbers, strict=True):
             if valid and name not in numbers:
                 raise WorkflowError(f"the scorer gave no {name!r} for a sample of prompt {group.ordinal}, which others have")
             values.append(numbers.get(name, 0.0))
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(of_rows(groups, values), dtype=torch.float64)
+
+
+def of_rows(groups: Sequence[Group], values: Sequence[V]) -> list[V]:
+    """Returns the value of its sample for each row.  values: one per sample of all groups."""
+    counts = [count for group in groups for count in group.counts]
+    return [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
 
 
 def prompt_columns(groups: Sequence[Group]) -> dict[str, np.ndarray]:
-    """Returns the prompts' other columns, with one value per sample."""
-    rows: list[Mapping[str, Any]] = [group.item.row for group in groups for _ in group.trajectories]
+    """Returns the prompts' other columns, with one value per row."""
+    rows: list[Mapping[str, Any]] = [group.item.row for group in groups for _ in group.rows]
     return {name: object_array(row[name] for row in rows) for name in rows[0]} if rows else {}
 
 

@@ -7,9 +7,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rlhub.agents.partials import TrackedEngine, sample_state
-from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef, sampled_of
-from rlhub.agents.workflows.base import RolloutWorkflow
+from rlhub.agents.trajectory import Episode, Row, Sampled, Trajectory, TrajectoryRef, rows_of, sampled_of
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
+from rlhub.engines.rollout.base import Completion
+from rlhub.utils.seeding import sample_seed
 
+ATTEMPT = 3
+"""Purpose that keeps the seeds of an episode's further attempts apart from those of its turns and answers."""
 StalePolicy = Literal["drop", "mask", "correct"]
 """The handling of a group with tokens older than the bound: it is dropped, trained without these tokens, or trained with the
 rollout correction."""
@@ -27,6 +31,8 @@ class PromptItem:
 @dataclass(slots=True, kw_only=True)
 class Group:
     """All samples of one prompt, finished.
+
+    trajectories: the results of its episodes, one each, also where an episode has several trajectories.
 
     valid: whether each sample has a valid score.  numbers: the scorer's other numbers of each sample.  The scoring code sets
     both.  baseline: the greedy response to the prompt, which is scored but neither trained nor counted in the group's age; None
@@ -54,16 +60,26 @@ class Group:
         return [*self.trajectories, *([] if self.baseline is None else [self.baseline])]
 
     @property
+    def rows(self) -> list[Row]:
+        """Returns the rows of the batch that the samples become: of each, all of its trajectories."""
+        return [row for sample in self.trajectories for row in rows_of(sample)]
+
+    @property
+    def counts(self) -> list[int]:
+        """Returns the number of rows of each sample."""
+        return [len(rows_of(sample)) for sample in self.trajectories]
+
+    @property
     def whole(self) -> list[Trajectory]:
-        """Returns the samples, whose tokens must be here.  Raises ValueError where only their numbers are."""
-        found = [trajectory for trajectory in self.trajectories if isinstance(trajectory, Trajectory)]
-        if len(found) < len(self.trajectories):
+        """Returns the rows, whose tokens must be here.  Raises ValueError where only their numbers are."""
+        found = [row for row in self.rows if isinstance(row, Trajectory)]
+        if len(found) < len(self.rows):
             raise ValueError(f"prompt {self.ordinal}: the tokens of its samples are in other processes")
         return found
 
     def lies_in(self, home: str) -> bool:
         """Returns whether that process has the tokens of one of the group's samples."""
-        return any(isinstance(sample, TrajectoryRef) and sample.home == home for sample in self.scored)
+        return any(lies_in(sample, home) for sample in self.scored)
 
     @property
     def first_version(self) -> int:
@@ -93,13 +109,18 @@ class Group:
 @dataclass(slots=True)
 class GroupInWork:
     """A group whose episodes run.  workflows: one per episode.  trajectories: of the episodes that have ended.  engines: one per
-    episode, with the tokens written so far.  group: the complete group, while it is scored."""
+    episode, with the tokens written so far.  attempts: of each episode, how often it failed.  group: the complete group, while it
+    is scored."""
 
     item: PromptItem
     workflows: Sequence[RolloutWorkflow]
     trajectories: list[Sampled | None]
-    engines: list[TrackedEngine]
+    engines: list[TrackedEngine] = field(default_factory=list)
+    attempts: list[int] = field(default_factory=list)
     group: Group | None = None
+
+    def __post_init__(self) -> None:
+        self.attempts = self.attempts or [0] * len(self.trajectories)
 
     @property
     def missing(self) -> list[int]:
@@ -108,9 +129,35 @@ class GroupInWork:
 
     def state(self) -> dict[str, Any]:
         """Returns the JSON-able state of all samples."""
-        pairs = zip(self.trajectories, self.engines, strict=True)
-        samples = [sample_state(trajectory, engine.written) for trajectory, engine in pairs]
+        pairs = zip(self.trajectories, self.engines, self.attempts, strict=True)
+        samples = [sample_state(trajectory, engine.written) | {"attempt": attempt} for trajectory, engine, attempt in pairs]
         return {"ordinal": self.item.ordinal, "samples": samples}
+
+
+def episode_data(run_seed: int, item: PromptItem, sample: int, partial: Completion | None, attempt: int = 0) -> EpisodeData:
+    """Returns what an episode of a prompt starts from.  attempt: how often it failed before; each attempt has its own seed."""
+    seed = sample_seed(run_seed, item.ordinal, sample)
+    return EpisodeData(
+        prompt_ids=item.prompt_ids,
+        ordinal=item.ordinal,
+        sample=sample,
+        seed=sample_seed(seed, attempt, ATTEMPT) if attempt else seed,
+        row=item.row,
+        partial=partial,
+    )
+
+
+async def episode(workflow: RolloutWorkflow, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
+    """Runs one episode and checks that its trajectories can be trained on."""
+    result = await workflow.arun_episode(engine, data)
+    if isinstance(result, Trajectory | Episode):  # the process that keeps the tokens of others has checked them
+        result.check()
+    return result
+
+
+def lies_in(sample: Sampled, home: str) -> bool:
+    """Returns whether that process has tokens of this result."""
+    return any(isinstance(row, TrajectoryRef) and row.home == home for row in rows_of(sample))
 
 
 def mask_older(group: Group, oldest: int) -> int:

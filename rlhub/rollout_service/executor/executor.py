@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,19 +21,26 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlhub.agents.partials import Interrupt, TrackedEngine, completion_of
-from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef, sampled_of
+from rlhub.agents.trajectory import sampled_of
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
-from rlhub.engines.rollout.base import Completion
 from rlhub.errors import ConfigError, DeadlineError, HolderLostError, WorkflowError
 from rlhub.rollout_service.executor.batches import Delivery, FailureLimit, GroupRequest, Release, keep_nothing
-from rlhub.rollout_service.executor.episode_groups import Group, GroupInWork, PromptItem, StalePolicy
+from rlhub.rollout_service.executor.episode_groups import (
+    Group,
+    GroupInWork,
+    PromptItem,
+    StalePolicy,
+    episode,
+    episode_data,
+    lies_in,
+)
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import RolloutStatistics
 from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Reject, Rejected, TaskResult, TimedOut
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
-from rlhub.utils.seeding import sample_seed
 
+logger = logging.getLogger(__name__)
 R = TypeVar("R")
 CALL_DEADLINE_S = 60.0
 """Time limit in seconds for a call on the event loop, which runs only short pieces of work."""
@@ -45,14 +53,15 @@ class ExecutorOptions:
     """The settings of a WorkflowExecutor.
 
     group_size: the number of samples per prompt.  seed: the run's seed.  stale_policy: how groups beyond the bound are handled.
-    episode_timeout_s: time limit of an episode.  max_failed_batches: the run stops after so many batches' worth of failed groups
-    in a row.
+    episode_timeout_s: time limit of an episode.  episode_retries: further attempts of an episode that failed, each with a seed of
+    its own.  max_failed_batches: the run stops after so many batches' worth of failed groups in a row.
     """
 
     group_size: int = 1
     seed: int = 0
     stale_policy: StalePolicy = "drop"
     episode_timeout_s: float | None = None
+    episode_retries: int = 0
     max_failed_batches: int = 10
 
 
@@ -267,11 +276,12 @@ class WorkflowExecutor:
     def _launch(self, item: PromptItem, begun: Sequence[Mapping[str, Any]] = ()) -> None:
         """Starts the group's episodes; of a group that was `begun` before a resume, only those that are missing."""
         self.ledger.run(item.ordinal)
-        work = GroupInWork(item, self._workflows(item.row), [None] * self._num_episodes, [])
+        failed = [before.get("attempt", 0) for before in begun]
+        work = GroupInWork(item, self._workflows(item.row), [None] * self._num_episodes, attempts=failed)
         self._work[item.ordinal] = work
         for sample in range(self._num_episodes):
             before = begun[sample] if begun else {"trajectory": None, "written": None}
-            data = self._data(item, sample, completion_of(before["written"]))
+            data = episode_data(self.options.seed, item, sample, completion_of(before["written"]), work.attempts[sample])
             work.engines.append(TrackedEngine(self.engine, data))
             if before["trajectory"] is not None:
                 work.trajectories[sample] = sampled_of(before["trajectory"])
@@ -289,24 +299,21 @@ class WorkflowExecutor:
             self.ledger.lose(group.ordinal)
             self.staleness.on_lose()
             self.statistics.counts["lost_groups"] += 1
-            work = GroupInWork(group.item, self._workflows(group.item.row), list(group.scored), [])
-            fresh = (self._data(group.item, sample, None) for sample in range(self._num_episodes))
+            work = GroupInWork(group.item, self._workflows(group.item.row), list(group.scored))
+            fresh = (episode_data(self.options.seed, group.item, sample, None) for sample in range(self._num_episodes))
             work.engines = [TrackedEngine(self.engine, data) for data in fresh]
             self._work[group.ordinal] = work
         for work in list(self._work.values()):
-            lost = [n for n, one in enumerate(work.trajectories) if isinstance(one, TrajectoryRef) and one.home == home]
+            lost = [n for n, one in enumerate(work.trajectories) if one is not None and lies_in(one, home)]
             for sample in lost:
-                data = self._data(work.item, sample, None)
-                work.trajectories[sample], work.group = None, None
-                work.engines[sample] = TrackedEngine(self.engine, data)
-                self._submit(work, data)
+                self._begin_again(work, sample)
         self.statistics.work(self.staleness.running)
 
-    def _data(self, item: PromptItem, sample: int, partial: Completion | None) -> EpisodeData:
-        seed = sample_seed(self.options.seed, item.ordinal, sample)
-        return EpisodeData(
-            prompt_ids=item.prompt_ids, ordinal=item.ordinal, sample=sample, seed=seed, row=item.row, partial=partial
-        )
+    def _begin_again(self, work: GroupInWork, sample: int) -> None:
+        data = episode_data(self.options.seed, work.item, sample, None, work.attempts[sample])
+        work.trajectories[sample] = work.group = None
+        work.engines[sample] = TrackedEngine(self.engine, data)
+        self._submit(work, data)
 
     def _submit(self, work: GroupInWork, data: EpisodeData) -> None:
         self._episodes[data.session] = (work, data.sample)
@@ -340,13 +347,13 @@ class WorkflowExecutor:
                 self._reject(work, "rejected_groups", reason)
             case TimedOut(deadline_s=deadline):
                 self.statistics.counts["timed_out_episodes"] += 1
-                self._failed(work, DeadlineError(f"episode {result.task_id}", deadline))
+                self._failed(work, sample, DeadlineError(f"episode {result.task_id}", deadline))
             case Failed(error=ConfigError() as error):  # what is set wrongly is wrong in every episode
                 self._fail(error)
             case Failed(error=error):
-                self._failed(work, error)
+                self._failed(work, sample, error)
             case Cancelled():
-                self._failed(work, WorkflowError(f"episode {result.task_id} was cancelled by its own code"))
+                self._failed(work, sample, WorkflowError(f"episode {result.task_id} was cancelled by its own code"))
 
     def _complete(self, work: GroupInWork) -> None:
         done = [trajectory for trajectory in work.trajectories if trajectory is not None]
@@ -386,8 +393,15 @@ class WorkflowExecutor:
         self.delivery.add(group)
         self._react()
 
-    def _failed(self, work: GroupInWork, error: BaseException) -> None:
-        if stop := self._failure_limit.failed(work.item.ordinal, error):
+    def _failed(self, work: GroupInWork, sample: int, error: BaseException) -> None:
+        """Starts the episode again while it may; else its group has failed."""
+        if work.attempts[sample] < self.options.episode_retries:
+            work.attempts[sample] += 1
+            self.ledger.retry(work.item.ordinal)
+            self.statistics.counts["retried_episodes"] += 1
+            self._begin_again(work, sample)
+            logger.info("episode %d-%d begins again after %r", work.item.ordinal, sample, error)
+        elif stop := self._failure_limit.failed(work.item.ordinal, error):
             self._fail(stop)
         else:
             self._reject(work, "failed_groups", f"failed: {type(error).__name__}: {error}")
@@ -448,8 +462,8 @@ class WorkflowExecutor:
         self._react()
 
     def _metrics(self) -> dict[str, float]:
-        staleness = self.staleness
-        return self.statistics.metrics(running=staleness.running, ready=self.delivery.num_ready, capacity=staleness.capacity)
+        running, capacity = self.staleness.running, self.staleness.capacity
+        return self.statistics.metrics(running=running, ready=self.delivery.num_ready, capacity=capacity)
 
     def _situation(self) -> str:
         """Returns the state of the groups, for the message of a wait that took too long."""
@@ -459,8 +473,7 @@ class WorkflowExecutor:
         )
 
     async def _collect(self, interrupt: Interrupt) -> None:
-        """Makes every running generation record the tokens it has sampled; one that does not in time starts again after a
-        resume."""
+        """Makes every running generation record its tokens; one that does not in time starts again after a resume."""
         engines = [engine for work in self._work.values() for sample, engine in enumerate(work.engines) if sample in work.missing]
         request_ids = [request_id for engine in engines for request_id in engine.request_ids()]
 
@@ -485,11 +498,3 @@ class WorkflowExecutor:
         for task in list(self._scoring):
             task.cancel()
         self.delivery.fail(WorkflowError("the executor is closed"))
-
-
-async def episode(workflow: RolloutWorkflow, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
-    """Runs one episode and checks that its trajectory can be trained on."""
-    trajectory = await workflow.arun_episode(engine, data)
-    if isinstance(trajectory, Trajectory):  # the process that keeps the tokens of others has checked them
-        trajectory.check()
-    return trajectory

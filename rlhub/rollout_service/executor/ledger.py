@@ -39,12 +39,14 @@ OnEnd = Callable[[Sequence[int], Phase, str], None]
 class PromptLedger:
     """Tracks the phases of all open prompts.  Each transition is checked: ValueError for one that would lose or repeat a prompt.
 
-    It is not thread-safe.  first: the first ordinal of the run.  on_end: called at each end, for audits.
+    It is not thread-safe.  first: the first ordinal of the run.  on_end: called at each end, for audits.  num_retries: the number
+    of episodes that began again after a failure.
     """
 
     def __init__(self, first: int = 0, on_end: OnEnd | None = None) -> None:
         self.next_ordinal = first
         self.counts = dict.fromkeys(ENDS, 0)
+        self.num_retries = 0
         self.on_end = on_end
         self._open: dict[int, Phase] = {}
 
@@ -75,6 +77,12 @@ class PromptLedger:
     def finish(self, ordinal: int) -> None:
         """Records that the prompt's group is complete and may be trained."""
         self._move(ordinal, Phase.FINISHED)
+
+    def retry(self, ordinal: int) -> None:
+        """Records that an episode of the prompt failed and begins again."""
+        if self._open.get(ordinal) is not Phase.RUNNING:
+            raise ValueError(f"prompt {ordinal} has no episode to retry: it is {self._open.get(ordinal, 'at its end')}")
+        self.num_retries += 1
 
     def lose(self, ordinal: int) -> None:
         """Records that samples of the prompt's complete group were lost, and their episodes run again."""
@@ -115,6 +123,7 @@ class PromptLedger:
             "next_ordinal": self.next_ordinal,
             "open": [[ordinal, phase.value] for ordinal, phase in self._open.items()],
             "counts": {phase.value: count for phase, count in self.counts.items()},
+            "retries": self.num_retries,
         }
 
     def load_state(self, state: Mapping[str, Any], finished: Iterable[int]) -> None:
@@ -122,6 +131,7 @@ class PromptLedger:
         kept = set(finished)
         self.next_ordinal = int(state["next_ordinal"])
         self.counts = {phase: int(state["counts"][phase.value]) for phase in ENDS}
+        self.num_retries = int(state.get("retries", 0))
         self._open = {int(ordinal): Phase.FINISHED if ordinal in kept else Phase.ISSUED for ordinal, _ in sorted(state["open"])}
         lost = kept.difference(self._open)
         if lost:

@@ -11,6 +11,7 @@ rollout/filtered_groups           groups that finished and that the group filter
 rollout/failed_groups             groups that ended because an episode failed
 rollout/lost_groups               finished groups whose tokens were lost with a process, and which are generated again
 rollout/timed_out_episodes        episodes that exceeded their time limit
+rollout/retried_episodes          episodes that failed and began again; only where there are any
 rollout/running_groups            groups in progress now
 rollout/ready_groups              groups that are finished and wait for training now
 rollout/in_flight_share           running / (running + ready)
@@ -45,9 +46,9 @@ class RolloutStatistics:
 
     def take(self, group: Group, step: int, *, beyond: bool) -> None:
         """Counts a group that is taken for this training step.  beyond: it has, or had, tokens older than the bound."""
-        for trajectory in group.trajectories:
-            if trajectory.num_tokens:
-                self.staleness[step - 1 - trajectory.first_version] += 1
+        for sample in group.trajectories:
+            if sample.num_tokens:
+                self.staleness[step - 1 - sample.first_version] += 1
         self.good_tokens += group.num_tokens
         self.counts["consumed_groups"] += 1
         self.counts["beyond_groups"] += beyond
@@ -70,7 +71,8 @@ class RolloutStatistics:
         now = time.monotonic()
         if self._idle_since is not None:
             self._idle_s, self._idle_since = self._idle_s + now - self._idle_since, now
-        counted = ("accepted_groups", "rejected_groups", "filtered_groups", "failed_groups", "lost_groups", "timed_out_episodes")
+        counted = ["accepted_groups", "rejected_groups", "filtered_groups", "failed_groups", "lost_groups", "timed_out_episodes"]
+        counted += ["retried_episodes"] if self.counts["retried_episodes"] else []
         values = {f"rollout/{name}": float(self.counts[name]) for name in counted} | {
             "rollout/running_groups": float(running),
             "rollout/ready_groups": float(ready),

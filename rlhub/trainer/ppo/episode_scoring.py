@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhub.agents.remote.holders import Holders
-from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef
+from rlhub.agents.trajectory import Row, Trajectory, TrajectoryRef, answer_of, rows_of
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardManager, RewardOutcome
@@ -85,15 +85,15 @@ class GroupScoring:
     async def __call__(self, group: Group) -> None:
         if self.scorer is None or all(sample.rewards is not None for sample in group.scored):
             return
-        missing = [sample for sample in group.scored if sample.rewards is None]
+        missing = [answer_of(sample) for sample in group.scored if sample.rewards is None]
         found = iter(await self._score(self.scorer, group.item.row, missing))
         self.outcomes.put(
             group.ordinal,
             [next(found) if one.rewards is None else RewardOutcome(score=float(sum(one.rewards))) for one in group.scored],
         )
 
-    async def _score(self, scorer: RowScorer, prompt: Mapping[str, Any], samples: Sequence[Sampled]) -> list[RewardOutcome]:
-        """Returns the outcomes of samples, in order.  Raises HolderLostError."""
+    async def _score(self, scorer: RowScorer, prompt: Mapping[str, Any], samples: Sequence[Row]) -> list[RewardOutcome]:
+        """Returns the outcomes of responses, in order.  Raises HolderLostError."""
         kept = [sample for sample in samples if isinstance(sample, TrajectoryRef)]
         there = iter(await self.holders.score(kept, prompt) if self.holders is not None and kept else ())
         here = iter(await scorer.score(prompt, [one.response_ids for one in samples if isinstance(one, Trajectory)]))
@@ -115,11 +115,8 @@ class SignalFilter:
     _without: int = 0
 
     def __call__(self, group: Group) -> bool:
-        samples = [sample.outline() if isinstance(sample, TrajectoryRef) else sample for sample in group.trajectories]
-        batch: DataProto = to_batch([replace(group, trajectories=samples)], pad_id=self.pad_id)
-        batch.non_tensor_batch[OUTCOMES] = object_array(list(self.outcomes.take(group)))
-        self.scorer.score_rows(batch)
-        if bool(groups_with_signal(batch, len(group.trajectories))[0]):
+        compared = dict.fromkeys(row.comparison for row in group.rows)
+        if any(self._differ(group, name) for name in compared):
             self._without = 0
             return True
         self._without += 1
@@ -131,3 +128,20 @@ class SignalFilter:
                 self.most,
             )
         return self._without > self.most
+
+    def _differ(self, group: Group, comparison: str) -> bool:
+        """Returns whether the group's episodes differ in the reward of that name; of several rows the last stands for its
+        episode."""
+        outcomes, rows, valid, numbers = self.outcomes.take(group), [], [], []
+        kept = []
+        for sample, outcome, scored, own in zip(group.trajectories, outcomes, group.valid, group.numbers, strict=True):
+            named = [row for row in rows_of(sample) if row.comparison == comparison]
+            if named:
+                rows.append(named[-1].outline() if isinstance(named[-1], TrajectoryRef) else named[-1])
+                kept.append(outcome)
+                valid.append(scored)
+                numbers.append(own)
+        batch: DataProto = to_batch([replace(group, trajectories=rows, valid=valid, numbers=numbers)], pad_id=self.pad_id)
+        batch.non_tensor_batch[OUTCOMES] = object_array(kept)
+        self.scorer.score_rows(batch)
+        return bool(groups_with_signal(batch, len(rows))[0])

@@ -16,7 +16,7 @@ from rlhub.agents.remote.environment_actors import EnvironmentActors
 from rlhub.agents.remote.episode_actor import WorkflowKey
 from rlhub.agents.remote.holders import Holders, KeepingWorkflow
 from rlhub.agents.remote.workflow import EpisodeActors, RemoteWorkflow
-from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory, answer_of
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, Score, WorkflowParts, build_workflow
 from rlhub.agents.workflows.registry import default_workflow, workflow_class, workflow_kwargs
 from rlhub.config.sections.ppo import PPOConfig
@@ -204,7 +204,8 @@ class EpisodeSamples:
             found = None
         except RewardError as error:
             return _Sample(self._empty(item), RewardOutcome(error=RewardFailure(kind="raised", message=str(error))))
-        return _Sample(found if isinstance(found, Trajectory) else self._empty(item))
+        answer = None if found is None else answer_of(found)  # an episode of several trajectories is one sample
+        return _Sample(answer if isinstance(answer, Trajectory) else self._empty(item))
 
     def _empty(self, item: PromptItem) -> Trajectory:
         return Trajectory(

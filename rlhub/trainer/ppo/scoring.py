@@ -130,7 +130,7 @@ class Scorer:
                 if compared is not None:
                     greedy, more = compared()
                     metrics |= {name: value + metrics.get(name, 0.0) for name, value in more.items() if name.startswith(COUNTS)}
-                    metrics |= add_baseline(columns, greedy)
+                    metrics |= add_baseline(columns, greedy, samples.batch.batch["ordinal"])
                 if isinstance(samples.greedy, BatchRef):
                     samples.greedy.drop()
             return columns, metrics
@@ -151,6 +151,8 @@ class Scorer:
         tensors = batch.batch
         if "scores" in tensors.keys():
             own = {name: tensors[name] for name in ("scores", "valid")}
+            if self.metric is not None:
+                own[SIGNAL] = tensors.get(f"{COMPONENT}{self.metric}", tensors["scores"]).double()
             return lambda: (own, {})
         pending = start_scoring(self.reward, batch)
         tools = {name: tensors[name] for name in (ADDED, "response_mask") if ADDED in tensors.keys()}
@@ -187,17 +189,18 @@ def build_scorer(config: PPOConfig, reward: RewardManager, timers: PhaseTimer) -
     )
 
 
-def add_baseline(columns: dict[str, Tensor], greedy: Mapping[str, Tensor]) -> dict[str, float]:
+def add_baseline(columns: dict[str, Tensor], greedy: Mapping[str, Tensor], ordinal: Tensor) -> dict[str, float]:
     """Adds baseline_rewards (rows,): the reward of each prompt's greedy response (Li et al. 2024, arXiv 2310.10505); returns
     their mean as a metric.
 
     columns: scores and valid of the samples, which stand side by side in the order of `greedy`, which has one row a prompt.
+    ordinal: (rows,) int64, the prompt of each row.
     Where that response has no valid score there is nothing to compare with, and the prompt's samples do not train.
     """
     scores, valid = greedy["scores"], greedy["valid"]
-    n = len(columns["scores"]) // len(scores)
-    columns["baseline_rewards"] = scores.repeat_interleave(n)
-    columns["valid"] = columns["valid"] & valid.repeat_interleave(n)
+    prompt = torch.unique_consecutive(ordinal, return_inverse=True)[1]
+    columns["baseline_rewards"] = scores[prompt]
+    columns["valid"] = columns["valid"] & valid[prompt]
     return {"reward/greedy_mean": scores[valid].double().mean().item()} if bool(valid.any()) else {}
 
 

@@ -7,8 +7,9 @@ business of a SampleSource: no algorithm, backend or environment is named here. 
 dispatched; saving, validation and logging belong to the loop around the step (trainer.py).
 
 The rows of each optimizer step are fixed by the order in which prompts were drawn (or a shuffle seeded by the step), never by
-the number of ranks.  Within a mini-batch `arrange` deals them to the ranks by length, so that every rank has about the same
-number of tokens, and reorders the batch until each rank's part is contiguous, which is what workers receive.
+the number of ranks.  A mini-batch has as many episodes as configured, with all of their rows.  Within it `arrange` deals rows to
+the ranks by length, so that every rank has about the same number of tokens, and reorders the batch until each rank's part is
+contiguous, which is what workers receive.
 
 Work on token columns is done by workers, each on its rows: the driver reads one number a row.  `sample_index` numbers the samples
 as they were drawn, so that what the ranks compute of the whole batch does not depend on how it was dealt.
@@ -258,7 +259,7 @@ TOKENS = ("input_ids", "attention_mask")
 MODEL = (*TOKENS, "pixel_values", "response_mask")
 REWARD = ("valid", "scores", "token_level_scores", "finish_reason", "baseline_rewards")
 ADVANTAGE = (
-    *("sample_index", "uid", "prompt_length", "response_length", "response_mask"),
+    *("sample_index", "uid", "episode_id", "prompt_length", "response_length", "response_mask"),
     *("values", "old_log_probs", "ref_log_prob", "sum_pi_squared"),
     *("episode", "call", "terminated", "next_values"),
 )
@@ -352,12 +353,16 @@ def arrange(
     """Reorders `batch` in place so that part r of `chunk(num_ranks)` is what rank r should hold; adds column `mini_batch`
     and, where its size is given, `critic_mini_batch`.
 
-    batch: needs `prompt_length` and `response_length` (rows,), or `attention_mask` (rows, prompt + response).  Returns it.
+    batch: needs `prompt_length` and `response_length` (rows,), or `attention_mask` (rows, prompt + response); `episode_id`
+    (rows,), from 0, where samples have several rows, which count as one in the size of a mini-batch.  Returns it.
     """
-    ids = mini_batch_ids(len(batch), rows_per_mini_batch, shuffle_seed)
+    samples = batch.batch["episode_id"] if "episode_id" in batch.batch.keys() else torch.arange(len(batch))
+    num_samples = int(samples.max()) + 1
+    ids = mini_batch_ids(num_samples, rows_per_mini_batch, shuffle_seed)[samples]
     batch.batch["mini_batch"] = ids
     if critic_rows_per_mini_batch is not None:
-        batch.batch["critic_mini_batch"] = mini_batch_ids(len(batch), critic_rows_per_mini_batch, shuffle_seed)
+        critic_ids = mini_batch_ids(num_samples, critic_rows_per_mini_batch, shuffle_seed)
+        batch.batch["critic_mini_batch"] = critic_ids[samples]
     if num_ranks > 1:
         batch.reorder(deal(row_lengths(batch).tolist(), ids, num_ranks, balance=balance))
     return batch
@@ -383,12 +388,12 @@ def deal(lengths: Sequence[int], ids: Tensor, num_ranks: int, *, balance: bool) 
     return torch.from_numpy(np.concatenate(dealt)[order])
 
 
-def mini_batch_ids(num_rows: int, rows_per_mini_batch: int, shuffle_seed: int | None) -> Tensor:
-    """Returns the optimizer step that each row belongs to, (rows,) int64."""
-    ids = torch.arange(num_rows) // rows_per_mini_batch
+def mini_batch_ids(num_samples: int, samples_per_mini_batch: int, shuffle_seed: int | None) -> Tensor:
+    """Returns the optimizer step that each sample belongs to, (samples,) int64."""
+    ids = torch.arange(num_samples) // samples_per_mini_batch
     if shuffle_seed is None:
         return ids
-    return ids[torch.randperm(num_rows, generator=torch.Generator().manual_seed(shuffle_seed))]
+    return ids[torch.randperm(num_samples, generator=torch.Generator().manual_seed(shuffle_seed))]
 
 
 def capacities_of(mini_batch_sizes: list[int], num_ranks: int) -> list[list[int]]:

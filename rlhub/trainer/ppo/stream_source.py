@@ -34,7 +34,7 @@ import torch
 from rlhub.agents.remote.actor_pool import ActorPool
 from rlhub.agents.remote.holders import Holders
 from rlhub.agents.remote.trajectory_store import WIDE, wide_names
-from rlhub.agents.trajectory import Sampled, TrajectoryRef, sampled_of
+from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef, answer_of, row_of, rows_of, with_rows
 from rlhub.checkpoint.files import FileEntry, write_file
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.order import ResumableLoader
@@ -46,7 +46,7 @@ from rlhub.protocol.exchange import RowSource
 from rlhub.protocol.layout import ColumnInfo
 from rlhub.rewards import RewardOutcome
 from rlhub.rewards.base import OUTCOMES
-from rlhub.rollout_service.executor.batches import episode_metrics, prompt_columns, row_columns, score_rows, to_batch
+from rlhub.rollout_service.executor.batches import episode_metrics, of_rows, prompt_columns, row_columns, score_rows, to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.executor.executor import WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import Phase
@@ -65,7 +65,7 @@ ROLLOUTS_FILE = "rollouts.json"
 """In a checkpoint's folder: prompts that have been drawn and have not ended."""
 
 MAY_TRAIN = "may_train"
-"""Column (rows,) bool: false for a sample whose tokens are all beyond the bound on staleness."""
+"""Column (rows,) bool: false for the rows of a sample whose tokens are all beyond the bound on staleness."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +128,8 @@ class StreamSource:
             groups, samples = self._taken(step)
         self.log.take(step, [group.ordinal for group in groups])
         counters = self.executor.metrics_soon()
-        samples.batch.batch[MAY_TRAIN] = torch.tensor([valid for group in groups for valid in group.valid])
+        may_train = of_rows(groups, [valid for group in groups for valid in group.valid])
+        samples.batch.batch[MAY_TRAIN] = torch.tensor(may_train)
         self.metrics = self._measure(counters.result()) | episode_metrics(groups)
         return samples
 
@@ -166,11 +167,15 @@ class StreamSource:
         Groups whose tools reward tokens come to the driver, which adds these rewards to the configured one.
         """
         by_reference = self.holders is not None
-        if self.holders is not None and any(sample.added_rewards for group in groups for sample in group.scored):
+        if self.holders is not None and any(
+            row.added_rewards for group in groups for sample in group.scored for row in rows_of(sample)
+        ):
             groups, by_reference = self._on_loop(read_groups(self.holders, groups)), False
         build = self._by_reference if by_reference else self._batch
         batch = build(groups, [outcome for group in groups for outcome in self.outcomes.take(group)], f"episodes-{step}")
-        greedy = [Group(item=group.item, trajectories=[group.baseline]) for group in groups if group.baseline is not None]
+        greedy = [
+            Group(item=group.item, trajectories=[answer_of(group.baseline)]) for group in groups if group.baseline is not None
+        ]
         if not greedy:
             return Samples(batch=batch)
         outcomes = [self.outcomes.take_baseline(group) for group in groups]
@@ -178,21 +183,22 @@ class StreamSource:
 
     def _batch(self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None], key: str) -> Batch:
         complete_rewards(groups, outcomes)
-        return self._with_outcomes(to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size), outcomes)
+        batch = to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size)
+        return self._with_outcomes(batch, of_rows(groups, outcomes))
 
     def _by_reference(self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None], key: str) -> Batch:
         """Lets the training ranks get the tokens from the processes that keep them."""
         holders, ranks = self.holders, self.ranks
         assert holders is not None and ranks is not None, "built with both"
         complete_rewards(groups, outcomes)
-        rows = [sample for group in groups for sample in group.trajectories if isinstance(sample, TrajectoryRef)]
+        rows = [row for group in groups for row in group.rows if isinstance(row, TrajectoryRef)]
         names = wide_names(rows)
 
         def sources(chosen: np.ndarray) -> list[tuple[RowSource, np.ndarray]]:
             return self._on_loop(holders.sources([rows[row] for row in chosen.tolist()], names))
 
         numbers = row_columns(groups) | score_rows(groups)
-        small = self._with_outcomes(DataProto.from_dict(numbers, prompt_columns(groups)), outcomes)
+        small = self._with_outcomes(DataProto.from_dict(numbers, prompt_columns(groups)), of_rows(groups, outcomes))
         columns = {name: ColumnInfo(WIDE[name], (), ragged=True) for name in names}
         return ranks.collect(small, columns, sources, TRAINING_MESH, key)
 
@@ -247,7 +253,7 @@ class StreamSource:
         try:
             while True:
                 executor = self.executor.state()
-                rows = [row for row in map(sampled_of, sample_states(executor)) if isinstance(row, TrajectoryRef)]
+                rows = [row for row in map(row_of, row_states(executor)) if isinstance(row, TrajectoryRef)]
                 try:
                     return executor, *self._on_loop(self.holders.save(folder, rows))
                 except HolderLostError as error:
@@ -285,20 +291,25 @@ class StreamSource:
         """
         holders = self.holders or Holders(None)
         moved = self._on_loop(holders.load(folder, rollouts.get("rows", ())))
-        for state in sample_states(rollouts["executor"]):
-            sample = sampled_of(state)
-            if isinstance(sample, TrajectoryRef):
-                sample.home, sample.key = moved[sample.home, sample.key]
+        for state in row_states(rollouts["executor"]):
+            row: Sampled = row_of(state)
+            if isinstance(row, TrajectoryRef):
+                row.home, row.key = moved[row.home, row.key]
                 if self.holders is None:
-                    (sample,) = self._on_loop(holders.read([sample]))
-            elif self.holders is not None:
-                sample = holders.adopt(sample)
+                    (row,) = self._on_loop(holders.read([row]))
+            elif isinstance(row, Trajectory) and self.holders is not None:
+                row = holders.adopt(row)
             state.clear()
-            state.update(asdict(sample))
+            state.update(asdict(row))
 
 
-def sample_states(executor: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the state of each ended episode in that of an executor."""
+def row_states(executor: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the state of each trajectory of ended episodes in the state of an executor."""
+    for sample in _sample_states(executor):
+        yield from sample.get("trajectories", [sample])
+
+
+def _sample_states(executor: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for group in executor["finished"]:
         yield from group["trajectories"]
         if "baseline" in group:
@@ -309,11 +320,12 @@ def sample_states(executor: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 async def read_groups(holders: Holders, groups: Sequence[Group]) -> list[Group]:
     """Returns the groups with the tokens of their samples.  Raises HolderLostError."""
-    rows = [sample for group in groups for sample in group.scored if isinstance(sample, TrajectoryRef)]
+    scored = [sample for group in groups for sample in group.scored]
+    rows = [row for sample in scored for row in rows_of(sample) if isinstance(row, TrajectoryRef)]
     found = iter(await holders.read(rows))
 
     def whole(sample: Sampled) -> Sampled:
-        return next(found) if isinstance(sample, TrajectoryRef) else sample
+        return with_rows(sample, [next(found) if isinstance(row, TrajectoryRef) else row for row in rows_of(sample)])
 
     return [
         replace(

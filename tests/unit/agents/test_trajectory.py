@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.agents.trajectory import NOT_SAMPLED, Episode, Trajectory
 from rlhub.agents.workflows.turns import Transcript
+from rlhub.algorithms.estimation import compute_advantages
+from rlhub.algorithms.statistics import HERE
+from rlhub.config.sections.algorithm import AlgorithmConfig
 from rlhub.errors import WorkflowError
 from rlhub.rollout_service.executor.batches import to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, mask_older
@@ -65,3 +69,33 @@ def test_rewards_that_are_no_finite_float32_are_no_episode(rewards: list[float])
     group = Group(item=PromptItem(prompt_ids=(7,), ordinal=3), trajectories=[episode([1, 1], rewards=rewards)])
     with pytest.raises(WorkflowError, match=r"prompt 3.*finite float32"):
         to_batch([group], pad_id=0)
+
+
+def test_old_tokens_of_some_trajectories_leave_the_others() -> None:
+    """A trajectory without a token left does not train and moves no baseline; the episode stays."""
+    several = Episode(trajectories=[episode([1, 1], [0, 0]), episode([1, 0, 1], [0, NOT_SAMPLED, 3])])
+    several.set_reward(2.0)
+    group = Group(item=PromptItem(prompt_ids=(7,), ordinal=0), trajectories=[several, episode([1], [4], [1.0])])
+    assert (group.first_version, group.num_tokens) == (0, 5)
+    assert mask_older(group, 2) == 3
+    assert group.valid == [True, True] and several.first_version == 3 and several.num_tokens == 1
+    columns = dict(to_batch([group], pad_id=0).batch.items())
+    assert columns["episode_id"].tolist() == [0, 0, 1] and columns["uid"].tolist() == [0, 0, 0]
+    assert columns["response_mask"].sum(1).tolist() == [0, 1, 1] and columns["scores"].tolist() == [0.0, 2.0, 1.0]
+    columns |= {"sample_index": torch.arange(3)}
+    found = compute_advantages(columns, HERE, AlgorithmConfig(adv_estimator="rloo"), kl_coef=0.0, version=4)
+    assert found.columns["advantages"].sum(1).tolist() == [0.0, 1.0, -1.0]
+    assert mask_older(group, 4) == 1 and group.valid == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "message"),
+    [
+        ([], "at least one trajectory"),
+        ([episode([1]), episode([0, 0])], "trajectory 1 of the episode: the policy wrote none"),
+        ([episode([1], rewards=[1.0]), episode([1])], "only some trajectories of the episode have rewards"),
+    ],
+)
+def test_an_episode_that_cannot_train_is_refused(trajectories: list[Trajectory], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Episode(trajectories=trajectories).check()

@@ -15,9 +15,9 @@ from recipes.tiny_smolvlm import build_tokenizer
 from rlhub.config.sections.vla import VLAConfig
 from rlhub.data.episodes import (
     ActionTokenizer,
-    Episode,
     EpisodeDataset,
     EpisodeReader,
+    RecordedEpisode,
     prompts_with_images,
     write_episodes,
 )
@@ -31,10 +31,10 @@ VLA = VLAConfig(
 TOKENIZER: Any = build_tokenizer(("reach", "red", "blue"), num_places=4, num_bins=5)
 
 
-def episodes(seed: int = 0) -> list[Episode]:
+def episodes(seed: int = 0) -> list[RecordedEpisode]:
     draw = np.random.default_rng(seed)
     return [
-        Episode(
+        RecordedEpisode(
             instruction=f"reach {'red' if number % 2 else 'blue'}",
             images={name: draw.integers(0, 256, (length, 8, 6, 3), dtype=np.uint8) for name in ("top", "hand")},
             actions=draw.uniform(-1, 1, (length, 2)).astype(np.float32),

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.trajectory import Episode, Trajectory
 from rlhub.errors import DataError, DeadlineError
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
-from rlhub.rollout_service.trajectory_files import TrajectoryReader, TrajectoryWriter
+from rlhub.rollout_service.trajectory_files import TrajectoryReader, TrajectoryWriter, decode, encode
 
 
 def group(ordinal: int, version: int = 0) -> Group:
@@ -48,6 +48,22 @@ def test_what_is_read_is_what_was_written(where: str, tmp_path: Path) -> None:
     assert [one.ordinal for one in read] == [0, 1, 2]
     with pytest.raises(DeadlineError, match="collects still run"):
         reader.next_groups(1, timeout=0.1)
+
+
+def test_an_episode_of_several_trajectories_is_read_as_one(tmp_path: Path) -> None:
+    written = group(5)
+    several = Episode(trajectories=group(5).whole, metrics={"turns": 2.0})
+    several.set_reward(0.5)
+    written.trajectories = [several, *written.trajectories]
+    written.valid, written.numbers = [True] * len(written.trajectories), [{} for _ in written.trajectories]
+    TrajectoryWriter(str(tmp_path)).write([written])
+    (read,) = TrajectoryReader(str(tmp_path)).next_groups(1, timeout=60)
+    assert read.trajectories == written.trajectories and read.counts[0] == len(group(5).whole)
+    broken = json.loads(json.dumps(encode(group(5)), default=str))
+    broken["trajectories"] = [{"trajectories": broken["trajectories"], "metrics": {}}]
+    broken["trajectories"][0]["trajectories"][0]["response_mask"] = [1]
+    with pytest.raises(ValueError, match="trajectory 0 of the episode: response_mask has 1 entries"):
+        decode(broken, 0)
 
 
 def test_a_reader_waits_for_what_another_job_writes_and_ends_with_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from rlhub.agents.remote.holders import lost_holder
 from rlhub.agents.remote.trajectory_store import TrajectoryStore
 from rlhub.agents.trajectory import Trajectory, TrajectoryRef
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
+from rlhub.protocol import BatchRef
 from rlhub.rollout_service.executor.episode_groups import Group
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, WorkerGroup, launch
 from tests.support.episodes import executing, parts, prompts, trajectory
-from tests.support.kept_streams import BATCH, SAMPLES, Stream, streaming, trained_rows
+from tests.support.kept_streams import BATCH, BRANCHES, SAMPLES, Stream, streaming, trained_rows
 from tests.support.row_workers import RowWorker
 
 STEPS = 4
@@ -42,6 +44,51 @@ def test_ranks_get_what_the_driver_would_have(tmp_path: Path, ranks: WorkerGroup
             assert stream.source.metrics["rollout/dropped_rows"] == (step - 1) * BATCH * SAMPLES
             assert stream.source.metrics["rollout/kept_bytes"] > 0
     assert ranks.stored_bytes() == [0]
+
+
+@pytest.mark.parametrize("num_actors", [0, 2], ids=["in the driver", "in actors"])
+def test_episodes_of_several_rows_are_the_same_by_reference(tmp_path: Path, ranks: WorkerGroup, num_actors: int) -> None:
+    """Also after a process is lost and after a resume, and no row of an episode is left behind."""
+    expected = trained_rows(tmp_path / "driver", STEPS, name=BRANCHES)
+    assert any(len(rows) > BATCH * SAMPLES for rows in expected)
+    with streaming(tmp_path, ranks, num_actors=num_actors, name=BRANCHES) as stream:
+        assert stream.step(1) == expected[0]
+        if num_actors:
+            stream.settle()
+            lose(stream)
+        assert stream.step(2) == expected[1]
+        kept, untrained = stream.kept()
+        assert kept == untrained
+        stream.source.save(tmp_path)
+        state = json.loads(json.dumps(stream.source.state()))
+    for number, by_reference in enumerate((ranks, None)):
+        folder = tmp_path / f"resumed {number}"
+        shutil.copytree(tmp_path / "rollouts", folder / "rollouts")
+        shutil.copy(tmp_path / "rollouts.json", folder)
+        with streaming(folder, by_reference, num_actors=num_actors, name=BRANCHES) as stream:
+            stream.source.load_state(state, folder)
+            assert [stream.step(step) for step in (3, 4)] == expected[2:]
+
+
+def test_columns_of_episodes_are_the_same_by_reference(tmp_path: Path, ranks: WorkerGroup) -> None:
+    found = []
+    for number, by_reference in enumerate((None, ranks)):
+        (tmp_path / f"{number}").mkdir()
+        with streaming(tmp_path / f"{number}", by_reference, name=BRANCHES) as stream:
+            stream.settle()
+            stream.source.publish()
+            batch = stream.source.sample(stream.prompts, 1).batch
+            rows = batch.fetch_all() if isinstance(batch, BatchRef) else batch
+            names = ("uid", "episode_id", "ordinal", "scores", "valid", "response_length")
+            found.append({name: rows.batch[name].tolist() for name in names})
+            found[-1]["rewards"] = rows.batch["token_level_scores"].sum(1).tolist()
+            assert stream.source.metrics["episode/branches"] == len(rows) / (BATCH * SAMPLES)
+            if isinstance(batch, BatchRef):
+                batch.drop()
+    assert found[0] == found[1] and found[0]["rewards"] == found[0]["scores"]
+    assert sorted(set(found[0]["episode_id"])) == list(range(BATCH * SAMPLES))
+    compared = set(zip(found[0]["uid"], found[0]["ordinal"], [score > 0 for score in found[0]["scores"]], strict=True))
+    assert len(compared) == len(set(found[0]["uid"])), "one group a prompt and name"
 
 
 def test_what_comes_to_the_driver_does_not_grow_with_an_episode() -> None:

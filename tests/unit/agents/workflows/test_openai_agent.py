@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.trajectory import Episode, Trajectory
 from rlhub.agents.workflows import openai_agent
 from rlhub.agents.workflows.base import EpisodeData, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import SamplingParams
@@ -29,7 +29,7 @@ async def score(row: Any, text: str) -> tuple[float, dict[str, float]]:
     raise AssertionError("not the workflow's business")
 
 
-async def run(engine: Told | None = None, *, response: int = 500, **kwargs: Any) -> Trajectory | None:
+async def run(engine: Told | None = None, *, response: int = 500, **kwargs: Any) -> Any:
     made = tokenizer()
     engine = engine or Told(made, ["four" + END, "yes" + END])
     parts = WorkflowParts(
@@ -45,6 +45,68 @@ async def run(engine: Told | None = None, *, response: int = 500, **kwargs: Any)
         return await workflow.arun_episode(engine, DATA)
     finally:
         await workflow.aclose()
+
+
+async def test_every_answer_of_parallel_conversations_trains() -> None:
+    """The control is segment=last, which trains one of the two conversations."""
+    made = await run(agent=f"{AGENTS}:parallel", reward="agent")
+    assert isinstance(made, Episode) and len(made.trajectories) == 2
+    assert made.metrics["openai/untrained_tokens"] == 0 and made.metrics["openai/turns"] == 6
+    assert [sum(row.rewards or ()) for row in made.trajectories] == [0.25, 0.25]
+    last = await run(agent=f"{AGENTS}:parallel", reward="agent", segment="last")
+    assert last is not None and 2 * last.metrics["openai/untrained_tokens"] >= made.num_tokens - 2
+    assert last.num_tokens + last.metrics["openai/untrained_tokens"] == made.num_tokens
+
+
+async def test_roles_have_rewards_of_their_own_and_may_be_frozen() -> None:
+    roles = {"proposer": "trained", "solver": "trained", "judge": "frozen"}
+    made = await run(agent=f"{AGENTS}:self_play", reward="agent", roles=roles)
+    assert isinstance(made, Episode)
+    rewards = [(row.comparison, sum(row.rewards or ())) for row in made.trajectories]
+    assert rewards == [("proposer", 0.5), ("solver", -1.0), ("solver", -1.0)]
+    assert made.metrics["openai/untrained_tokens"] == 0 and made.metrics["openai/frozen_tokens"] == 4
+    alone = await run(agent=f"{AGENTS}:self_play", reward="agent", roles=dict.fromkeys(roles, "frozen") | {"proposer": "trained"})
+    assert isinstance(alone, Trajectory) and alone.comparison == "proposer" and sum(alone.rewards or ()) == 0.5
+    with pytest.raises(WorkflowError, match="no reward for the role 'judge', which trains"):
+        await run(agent=f"{AGENTS}:self_play", reward="agent", roles=dict.fromkeys(roles, "trained"))
+    with pytest.raises(Reject, match="nothing that trains"):
+        await run(agent=f"{AGENTS}:self_play", reward="agent", roles=dict.fromkeys(roles, "frozen"))
+
+
+async def test_rewards_by_response_become_returns_of_the_answers() -> None:
+    made = await run(agent=f"{AGENTS}:by_response", reward="agent", turn_discount=0.5)
+    assert isinstance(made, Episode)
+    assert [sum(row.rewards or ()) for row in made.trajectories] == [1.0 + 0.5 * 4.0, 4.0, 8.0]
+    assert [row.comparison for row in made.trajectories] == ["/0", "/1", "/2"]
+    assert made.metrics["openai/untrained_tokens"] == 0
+    assert [row.num_tokens for row in made.trajectories] == [5, 4, 4]
+    for row in made.trajectories:
+        assert isinstance(row, Trajectory) and row.response_mask[-row.num_tokens :] == [1] * row.num_tokens
+    with pytest.raises(WorkflowError, match="rewards for 'chatcmpl-0'; name either roles"):
+        await run(agent=f"{AGENTS}:unknown_response", reward="agent")
+    with pytest.raises(WorkflowError, match="several rewards, which need segment=all"):
+        await run(agent=f"{AGENTS}:by_response", reward="agent", segment="last")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("0.5", 0.5),
+        ('{"reward": 2}', 2.0),
+        ('{"rewards": {"a": 1}}', {"a": 1.0}),
+        ({"rewards": {"a": 1}}, {"a": 1.0}),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_what_an_agent_may_give_as_reward(given: Any, expected: Any) -> None:
+    assert openai_agent.as_reward(given) == expected
+
+
+@pytest.mark.parametrize("given", ["fine", "{", {"rewards": [1]}, {"rewards": {"a": "b"}}, {"reward": "b"}, object()])
+def test_what_is_no_reward_is_shown(given: Any) -> None:
+    with pytest.raises(WorkflowError, match="expected a number"):
+        openai_agent.as_reward(given)
 
 
 async def test_a_function_of_two_turns_gives_its_reward() -> None:
@@ -105,6 +167,9 @@ async def test_agents_that_give_nothing() -> None:
         ({"agent": f"{AGENTS}:none"}, "none"),
         ({"agent": AGENTS, "segment": "first"}, "segment='first'"),
         ({"agent": AGENTS, "segment": "random"}, "segment=random with reward=score"),
+        ({"agent": AGENTS, "segment": "last", "roles": {"a": "trained"}}, "segment=last with roles"),
+        ({"agent": AGENTS, "roles": {"a": "thawed"}}, "roles.a='thawed'"),
+        ({"agent": AGENTS, "turn_discount": -1}, "turn_discount=-1"),
         ({"agent": AGENTS, "rewrd": "agent"}, "rewrd"),
     ],
 )

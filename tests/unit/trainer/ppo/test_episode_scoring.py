@@ -12,15 +12,20 @@ import pytest
 import torch
 
 from rlhub.agents.remote.holders import Holders
-from rlhub.agents.trajectory import Trajectory, TrajectoryRef
+from rlhub.agents.remote.trajectory_store import TrajectoryStore
+from rlhub.agents.trajectory import Episode, Trajectory, TrajectoryRef
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardFailure, RewardOutcome, RewardRequest
 from rlhub.rewards.base import OUTCOMES, ManagerParts
 from rlhub.rewards.managers import NaiveManager
 from rlhub.rewards.rows import RowScorer, pack_outcomes
+from rlhub.rollout_service.executor.batches import of_rows, to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
-from rlhub.trainer.ppo.episode_scoring import GroupScoring, OutcomeStore
+from rlhub.trainer.ppo.episode_scoring import GroupScoring, OutcomeStore, SignalFilter
+from rlhub.trainer.ppo.scoring import Scorer, add_baseline
+from rlhub.trainer.ppo.stream_source import complete_rewards
+from rlhub.utils.timing import PhaseTimer
 
 
 class Pool:
@@ -172,3 +177,69 @@ def test_outcomes_are_kept_until_the_prompt_has_ended() -> None:
     again.load_state(json.loads(json.dumps(kept.state([{"ordinal": ordinal} for ordinal in (1, 2, 3)]))))
     assert again.by_ordinal == {ordinal: kept.by_ordinal[ordinal] for ordinal in (1, 2)}, "a failed one is scored again"
     assert again.take(group(9, 1, 1)) == [None, None]
+
+
+def several(*rows: tuple[int, str, float | None]) -> Episode:
+    """An episode of rows of these lengths, comparisons and rewards."""
+    made = []
+    for length, comparison, reward in rows:
+        (row,) = group(0, length).trajectories
+        assert isinstance(row, Trajectory)
+        row.comparison = comparison
+        if reward is not None:
+            row.set_reward(reward)
+        made.append(row)
+    return Episode(trajectories=made)
+
+
+def test_of_an_episode_of_several_rows_the_last_is_scored_and_all_have_its_score() -> None:
+    one, pool = group(0, 9, 9), Pool()
+    one.trajectories = [several((3, "", None), (2, "", None)), one.trajectories[0]]
+    scoring = scoring_of(pool)
+    (outcomes,) = scored(scoring, one)
+    assert [outcome.score for outcome in outcomes] == [2.0, 9.0] and sum(pool.calls) == 2
+    batch = to_batch([one], pad_id=0)
+    batch.non_tensor_batch[OUTCOMES] = object_array(of_rows([one], scoring.outcomes.take(one)))
+    result = manager()(batch)
+    assert result.scores.tolist() == [2.0, 2.0, 9.0]
+    complete_rewards([one], [RewardOutcome(score=1.0)] * 2)
+    assert "scores" not in to_batch([one], pad_id=0).batch.keys(), "nobody has rewards of its own"
+    one.trajectories[1].set_reward(5.0)
+    complete_rewards([one], outcomes)
+    assert to_batch([one], pad_id=0).batch["scores"].tolist() == [2.0, 2.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "kept"),
+    [
+        ([several((2, "", 1.0), (3, "", 1.0)), several((2, "", 1.0))], False),
+        ([several((2, "", 1.0), (3, "", 1.0)), several((2, "", 0.0))], True),
+        ([several((2, "a", 1.0), (3, "b", 0.0)), several((2, "a", 1.0), (1, "b", 0.0))], False),
+        ([several((2, "a", 1.0), (3, "b", -1.0)), several((2, "a", -1.0), (1, "b", 1.0))], True),
+        ([several((2, "a", 1.0), (3, "b", 0.0)), several((2, "a", 1.0))], False),
+    ],
+    ids=["equal", "different", "equal by name", "different by name", "a name of one episode"],
+)
+def test_a_group_is_filtered_by_the_rewards_of_its_episodes(samples: list[Episode], kept: bool) -> None:
+    one = group(0, 1, 1)
+    found = Group(item=one.item, trajectories=samples)
+    scorer = Scorer(reward=manager(), timers=PhaseTimer(), metric="seq_reward")
+    keeps = SignalFilter(scorer, OutcomeStore(), pad_id=0, most=9)
+    assert keeps(found) is kept
+
+
+def test_the_baseline_of_a_prompt_is_that_of_all_of_its_rows() -> None:
+    columns = {"scores": torch.arange(6.0), "valid": torch.ones(6, dtype=torch.bool)}
+    greedy = {"scores": torch.tensor([7.0, 8.0]), "valid": torch.tensor([True, False])}
+    add_baseline(columns, greedy, torch.tensor([4, 4, 9, 9, 9, 9]))
+    assert columns["baseline_rewards"].tolist() == [7.0] * 2 + [8.0] * 4
+    assert columns["valid"].tolist() == [True] * 2 + [False] * 4
+
+
+def test_an_episode_of_several_rows_is_what_a_checkpoint_holds() -> None:
+    one = group(4, 2, 3)
+    one.trajectories = [several((3, "a", 1.0), (2, "b", 0.5)), one.trajectories[1]]
+    kept = TrajectoryStore("here").keep_episode("4-0/1", one.trajectories[0])
+    one.baseline = kept
+    assert Group.from_json(json.loads(json.dumps(one.to_json())), one.item) == one
+    assert [row.key for row in kept.trajectories] == ["4-0/1.0", "4-0/1.1"]  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.trajectory import Episode, Trajectory
 from rlhub.agents.workflows.base import EpisodeData
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.errors import RewardError
@@ -39,19 +39,29 @@ class Scored:
         return made
 
 
+class Branched(Scored):
+    """Two conversations."""
+
+    async def arun_episode(self, engine: Any, data: EpisodeData) -> Any:
+        rows = [await super(Branched, self).arun_episode(engine, data) for _ in range(2)]
+        rows[0].response_ids = [9, 9, 9]
+        return Episode(trajectories=rows)
+
+
 @pytest.mark.parametrize("own_rewards", [True, False, 1], ids=["own rewards", "the run's reward", "both"])
-def test_an_episode_without_a_score_is_told_from_an_empty_answer(own_rewards: bool | int) -> None:
+@pytest.mark.parametrize("workflow", [Scored, Branched], ids=["one trajectory", "two trajectories"])
+def test_an_episode_without_a_score_is_told_from_an_empty_answer(own_rewards: bool | int, workflow: type[Scored]) -> None:
     runner = AsyncTaskRunner(name="episodes")
     try:
         config = RolloutConfig()
         config.val_kwargs.n, config.agent.episode_timeout_s = 2, 30.0
-        workflows: Any = SimpleNamespace(of=lambda row: Scored(own_rewards))
+        workflows: Any = SimpleNamespace(of=lambda row: workflow(own_rewards))
         samples = EpisodeSamples(config, SimpleNamespace(), workflows, runner.loop, seed=1, pad_id=0)  # type: ignore[arg-type]
         prompts = {"prompts": torch.full((3, 1), 3), "attention_mask": torch.ones(3, 1).long(), "ordinal": torch.arange(3)}
         batch = samples.validation(DataProto.from_dict(prompts, {"data_source": ["x"] * 3}))
     finally:
         runner.close()
-    assert batch.batch["ordinal"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert batch.batch["ordinal"].tolist() == [0, 0, 1, 1, 2, 2] and 9 not in batch.batch["responses"]
     known = batch.non_tensor_batch[OUTCOMES]
     failed = [None if outcome is None or outcome.error is None else outcome.error.message for outcome in known]
     assert failed == [None] * 4 + ["scoring a turn failed: timeout"] * 2

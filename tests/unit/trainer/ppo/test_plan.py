@@ -196,7 +196,7 @@ def test_a_dry_run_counts_rows_and_bytes() -> None:
     text = describe(config)
     rows = {tuple(line.split()[:2]): line.split()[2:] for line in text.split("== bytes")[1].splitlines()[2:]}
     assert rows["sample", "compute_log_prob"] == [f"{32 * (2 * 8 * 16 + 6):,}", "0"]
-    assert rows["sample", "balance"] == [f"{32 * 8 * 5:,}"] * 2
+    assert rows["sample", "balance"] == [f"{32 * 8 * 6:,}"] * 2
     assert rows["sample", "score"][0].endswith("+"), "objects are not counted"
     assert "rollout     pool generation, 3 ranks: sample\n" in text and "driver      this process: score, balance\n" in text
     config.algorithm.filter_groups.enable = True

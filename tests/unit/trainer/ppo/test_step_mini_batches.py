@@ -52,6 +52,36 @@ def test_membership_is_the_same_for_any_number_of_ranks(lengths, per_mini_batch,
 
 
 @settings(max_examples=30, deadline=None)
+@given(
+    counts=st.lists(st.integers(1, 4), min_size=1, max_size=20),
+    per_mini_batch=st.integers(1, 7),
+    ranks=st.integers(1, 5),
+    shuffle_seed=st.none() | st.integers(0, 9),
+)
+def test_a_mini_batch_has_its_number_of_episodes_with_all_of_their_rows(counts, per_mini_batch, ranks, shuffle_seed) -> None:
+    episode_id = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    batch = batch_of([5 + row % 3 for row in range(len(episode_id))])
+    batch.batch["episode_id"] = episode_id
+    arrange(
+        batch,
+        rows_per_mini_batch=per_mini_batch,
+        num_ranks=ranks,
+        balance=True,
+        shuffle_seed=shuffle_seed,
+        critic_rows_per_mini_batch=len(counts),
+    )
+    assert sorted(batch.batch["row"].tolist()) == list(range(len(episode_id)))
+    assert set(batch.batch["critic_mini_batch"].tolist()) == {0}
+    places = dict(zip(batch.batch["row"].tolist(), batch.batch["mini_batch"].tolist(), strict=True))
+    of_episode = [{places[row] for row in (episode_id == number).nonzero().flatten().tolist()} for number in range(len(counts))]
+    assert all(len(found) == 1 for found in of_episode)
+    sizes = [sum(found == {index} for found in of_episode) for index in range(max(places.values()) + 1)]
+    assert sizes == [len(part) for part in torch.arange(len(counts)).split(per_mini_batch)]
+    alone = mini_batch_ids(len(counts), per_mini_batch, shuffle_seed)
+    assert [{index} for index in alone.tolist()] == of_episode, "as where each episode has one row"
+
+
+@settings(max_examples=30, deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), ranks=st.integers(1, 5))
 def test_capacities_fill_mini_batches_and_parts(sizes, ranks) -> None:
     plan = capacities_of(sizes, ranks)
