@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rlhub.config.sections.env import EnvConfig
 from rlhub.config.sections.vla import VLAConfig
-from rlhub.engines.rollout import embodied
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.embodied import EpisodeRunner, EpisodeStart, PolicyCall, stage_options, starts_of, training_rows
 from rlhub.envs.vector.base import ChunkResult, Obs
@@ -124,8 +123,7 @@ def nothing(num_envs: int) -> ChunkResult:
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(embodied, "EnvManager", Here)
+def fresh() -> Iterator[None]:
     Here.lost, Here.idle, Here.events, Here.made = {}, (), [], []
     yield
 
@@ -138,7 +136,7 @@ def starts(count: int, samples: int = 2, *, fixed: bool = False) -> list[Episode
 
 def runner(num_envs: int = 3, stages: int = 1, vla: VLAConfig = WITH_VALUES, engine: Any = None) -> EpisodeRunner:
     config = EnvConfig(name=NAME, num_envs=num_envs, stages=stages)
-    return EpisodeRunner(engine or Engine(), config, vla, Words())  # type: ignore[arg-type]
+    return EpisodeRunner(engine or Engine(), config, vla, Words(), Here)  # type: ignore[arg-type]
 
 
 def facts(calls: Sequence[PolicyCall]) -> list[Any]:
