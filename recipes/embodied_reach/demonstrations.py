@@ -16,7 +16,7 @@ import numpy as np
 
 from recipes.tiny_smolvlm import IMAGE_TOKEN, SPECIAL, TOKENS_PER_IMAGE
 from rlhub.config.sections.vla import VLAConfig
-from rlhub.data.episodes import Episode, write_episodes
+from rlhub.data.episodes import RecordedEpisode, write_episodes
 from rlhub.envs.vector.lockstep import LockStep
 from rlhub.envs.vector.reach_color import ReachColor
 
@@ -47,7 +47,7 @@ def episode_seeds(stream: str, seed: int, count: int) -> list[int]:
     return drawn
 
 
-def record(count: int, seed: int, slip: float = SLIP) -> Iterator[Episode]:
+def record(count: int, seed: int, slip: float = SLIP) -> Iterator[RecordedEpisode]:
     """Yields episodes of the expert, in which a share `slip` of the executed actions is random and the recorded one is not."""
     simulators = [ReachColor(slip=slip) for _ in range(min(BATCH, count))]
     unused = iter(simulators)
@@ -65,7 +65,7 @@ def record(count: int, seed: int, slip: float = SLIP) -> Iterator[Episode]:
         images, states, actions, valid = (np.stack(column, axis=1) for column in zip(*steps, strict=True))
         for row, inside in enumerate(valid[: len(chosen)]):
             pictures = {env.spec.cameras[0]: images[row, inside]}
-            yield Episode(
+            yield RecordedEpisode(
                 instruction=seen.instruction[row], images=pictures, actions=actions[row, inside], state=states[row, inside]
             )
 

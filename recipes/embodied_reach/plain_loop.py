@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText
 
 from recipes.embodied_reach.demonstrations import FIRST_WORD, STREAMS, VLA, WORDS, episode_seeds, record
 from recipes.tiny_smolvlm import build_config, build_tokenizer, initialize
-from rlhub.data.episodes import ActionTokenizer, Episode
+from rlhub.data.episodes import ActionTokenizer, RecordedEpisode
 from rlhub.envs.vector.base import Obs
 from rlhub.envs.vector.lockstep import LockStep
 from rlhub.envs.vector.reach_color import COLORS, SCENES, ReachColor
@@ -160,7 +160,7 @@ def fixed_success(policy: Policy, env: LockStep, **changed: bool) -> np.ndarray:
     return success(policy, env, env.reset(seeds=range(env.num_envs), initial=range(env.num_envs)), **changed)
 
 
-def demonstration_rows(episodes: list[Episode]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def demonstration_rows(episodes: list[RecordedEpisode]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns images, colours, bins (rows, T) and mask (rows, T), a row for each frame: the answer is the actions from it on, and
     behind the episode's end nothing is learned."""
     encode, columns = ActionTokenizer(VLA).encode, []
