@@ -13,7 +13,7 @@ from rlhub.checkpoint.shard_reader import ShardReader
 from rlhub.config.cli import prepare
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import ModelConfig
-from rlhub.data.episodes import Episode, write_episodes
+from rlhub.data.episodes import RecordedEpisode, write_episodes
 from rlhub.trainer import main_export
 from rlhub.trainer.main_sft import main
 from rlhub.trainer.preflight.checks import check
@@ -33,12 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def episode(number: int) -> Episode:
+def episode(number: int) -> RecordedEpisode:
     """The colour of the picture says which way to go, and the instruction says whether to."""
     bright, word = number % 2, ("red", "blue")[number // 2 % 2]
     noise = np.random.default_rng(number).integers(0, 30, (FRAMES, 32, 32, 3))
     actions = np.full((FRAMES, vla.ACTION_DIM), 0.8 if bright else -0.8) * (1 if word == "red" else 0)
-    return Episode(
+    return RecordedEpisode(
         instruction=f"reach {word}",
         images={"top": (noise + 220 * bright).astype(np.uint8)},
         actions=actions.astype(np.float32),
