@@ -128,7 +128,7 @@ def make_task(options: Options, task: Path) -> None:
     make_folder(options, "model", task / "build_model.py")
 
 
-def make_folder(options: Options, name: str, script: Path) -> None:
+def make_folder(options: Options, name: str, script: Path, *more: str) -> None:
     """Let the script make the folder `name` beside and rename it, so that a half-made one is never taken for done."""
     folder = options.out / name
     if folder.is_dir():
@@ -136,7 +136,7 @@ def make_folder(options: Options, name: str, script: Path) -> None:
         return
     aside = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(aside, ignore_errors=True)
-    call(name, [sys.executable, str(script), "--seed", str(options.seed), "--out", str(aside)])
+    call(name, [sys.executable, str(script), "--seed", str(options.seed), "--out", str(aside), *more])
     aside.rename(folder)
 
 

@@ -9,6 +9,7 @@ last stage, for example `env.stages=2`.  --from-scratch leaves the cloning out.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import sys
@@ -24,7 +25,6 @@ logger = logging.getLogger("embodied_reach")
 HERE = Path(__file__).resolve().parent
 PROJECT = "embodied_reach"
 WEAK = 0.30
-"""Success, over 256 states of its own, at which a clone is good enough to be improved."""
 CHECK_EVERY = 10  # updates of cloning
 ACTIONS = (
     "{chunk: 2, action_dim: 2, bins: 5, first_bin_id: 11, place_ids: [7, 8, 9, 10], image_token_id: 3, tokens_per_image: 4, "
@@ -44,34 +44,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_ranks=2,
     )
     parser.add_argument("--from-scratch", action="store_true", help="begin PPO with random weights")
+    parser.add_argument("--episodes", type=stages.positive, default=2048, help="demonstrations")
+    parser.add_argument("--weak", type=float, default=WEAK, help="success at which cloning ends, over 256 states of its own")
     options, found = stages.parse(parser, arguments)
-    return stages.run(options, lambda: learn(options, from_scratch=found.from_scratch))
+    return stages.run(options, lambda: learn(options, found))
 
 
-def learn(options: stages.Options, *, from_scratch: bool) -> None:
-    """Runs all stages, and says what came out."""
+def learn(options: stages.Options, asked: argparse.Namespace) -> None:
+    """Runs all stages, and says what came out.  asked: the recipe's own options."""
     stages.make_folder(options, "model", HERE / "build_model.py")
-    start = options.out / "model" if from_scratch else weak_clone(options)
+    start = options.out / "model" if asked.from_scratch else weak_clone(options, asked)
     folder = options.out / options.name
     stages.train("reinforcement learning", "main_ppo", ppo_settings(options, start, folder))
     logger.info("\n%s", summary(folder / "metrics.jsonl"))
 
 
-def weak_clone(options: stages.Options) -> Path:
+def weak_clone(options: stages.Options, asked: argparse.Namespace) -> Path:
     """Returns the model folder of the first checkpoint of the cloning that is good enough."""
     chosen = stages.sft_folder(options) / "weak.txt"
     if chosen.is_file():
         logger.info("\ncloning: done before, %s", chosen.read_text().strip())
         return Path(chosen.read_text().strip())
-    stages.make_folder(options, "demonstrations", HERE / "demonstrations.py")
+    stages.make_folder(options, "demonstrations", HERE / "demonstrations.py", f"--episodes={asked.episodes}")
     stages.train("cloning", "main_sft", clone_settings(options))
-    command = [
-        sys.executable,
-        str(HERE / "choose.py"),
-        str(stages.sft_folder(options)),
-        f"--seed={options.seed}",
-        f"--at-least={WEAK}",
-    ]
+    folder = stages.sft_folder(options)
+    command = [sys.executable, str(HERE / "choose.py"), str(folder), f"--seed={options.seed}", f"--at-least={asked.weak}"]
     stages.call("first check of the clone that is good enough", command)
     return Path(chosen.read_text().strip())
 

@@ -125,7 +125,7 @@ def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[st
             f"{_ROLLOUT}.trajectories_folder={rollout.trajectories_folder} does not generate; set it to null or choose another "
             "estimator"
         )
-    return [*found, *embodied.requirement_problems(config, requires), *placement.unneeded(config, requires)]
+    return found + placement.unneeded(config, requires)
 
 
 def notes(config: PPOConfig) -> list[str]:

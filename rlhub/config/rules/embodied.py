@@ -18,6 +18,14 @@ def derive_envs(config: PPOConfig) -> None:
         config.env.num_envs = max(-(-episodes // _rollout_ranks(config)), config.env.stages)
 
 
+def evaluate_envs(config: PPOConfig) -> None:
+    """Lowers the number of environments of a rank to that of its validation episodes; those on a pool of their own stay."""
+    env, episodes = config.env, config.env.val_scenes * config.actor_rollout_ref.rollout.val_kwargs.n
+    assert env.num_envs is not None, "derive first"
+    if placement.pool_name(config.trainer, placement.ENVIRONMENTS) == placement.MAIN:
+        env.num_envs = max(min(env.num_envs, -(-episodes // _rollout_ranks(config))), env.stages)
+
+
 def _rollout_ranks(config: PPOConfig) -> int:
     """Returns the ranks that have simulators."""
     pool = placement.pool_of(config.trainer, "rollout")

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.rules.asynchronous import is_async, is_collected, runs_ahead
+from rlhub.config.rules.embodied import evaluate_envs
 from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.order import ResumableLoader
@@ -348,6 +349,7 @@ def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Callable[
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     if config.env.name is not None:
+        evaluate_envs(config)
         roles = policy_roles(config, worker_runtime(config), train=False)
         groups = groups_of(stack.enter_context(launch_workers(roles, config.trainer, run=run)).groups)
         place_simulators(config, groups.rollout, str(run.folder.logs), stack)

@@ -20,7 +20,7 @@ from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLIC
 from rlhub.checkpoint.store import CheckpointStore
 from rlhub.config.devices import count_gpus, driver_problem, gpu_memory_gb, torch_has_cuda
 from rlhub.config.names import read_source, unknown
-from rlhub.config.rules import checks, effects, placement
+from rlhub.config.rules import checks, effects, embodied, placement
 from rlhub.config.rules.engines import Engine, engines, role_ranks
 from rlhub.config.rules.parallel import check_section
 from rlhub.config.sections import rollout_correction
@@ -96,6 +96,9 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
 def check_training(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
     """Checks as `check` does, for a job that trains and does not only evaluate."""
     problems = [*check(config, set_keys), *check_weights_reach(config)]
+    if config.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:
+        requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
+        problems += embodied.requirement_problems(config, requires)
     return problems or _memory_problems(config)
 
 

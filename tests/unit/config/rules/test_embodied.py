@@ -6,6 +6,7 @@ import pytest
 
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
 from rlhub.config.rules import checks
+from rlhub.config.rules import embodied as rules
 from rlhub.config.sections.ppo import PPOConfig
 from tests.unit.config.rules.test_derive import good
 
@@ -30,7 +31,8 @@ def embodied(**values: object) -> PPOConfig:
 
 
 def requirement_problems(config: PPOConfig) -> list[str]:
-    return checks.check_requirements(config, ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires)
+    requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
+    return [*checks.check_requirements(config, requires), *rules.requirement_problems(config, requires)]
 
 
 def test_a_sound_configuration_starts() -> None:
