@@ -17,6 +17,7 @@ from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import DataProto
 from rlhub.rewards.combine import NUMBER, Judgements
 from rlhub.rewards.rendering import padded, render
+from rlhub.rewards.rows import unpack_outcomes
 from rlhub.single_controller import ClassWithInitArgs, Launched, LaunchOptions, launch
 from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.roles import JudgeWorker, RewardModelWorker
@@ -133,14 +134,14 @@ def test_texts_are_rendered_where_the_rows_are(launched: Launched, folders: dict
 def written(parts: list[Judgements]) -> list[str]:
     """The end of each row's first judgement, which is random letters and named by the failure to read it."""
     found = [message for part in parts for _, _, message in part.outcomes.failures]
-    assert len(found) == sum(len(part.outcomes.scores) for part in parts)
+    assert len(found) == sum(len(unpack_outcomes(part.outcomes)) for part in parts)
     return found
 
 
 def test_judgements_depend_on_response_and_number_alone(launched: Launched, folders: dict[str, Path]) -> None:
     judge, texts, numbers = launched.groups["judge"], ["one", "two", "three"], [70, 71, 72]
     parts = judge.generate_judgements(texts_batch(folders, texts, numbers))
-    assert [len(part.outcomes.scores) for part in parts] == [2, 1]
+    assert [len(unpack_outcomes(part.outcomes)) for part in parts] == [2, 1]
     assert sum(part.num_written for part in parts) == SAMPLES * 3 and sum(part.num_read for part in parts) == 0
     last = written(parts)[2:]
     assert written(judge.generate_judgements(texts_batch(folders, texts[2:], [72]))) == last  # alone, so on the other rank

@@ -43,6 +43,7 @@ from rlhub.config.sections.ppo import CriticConfig
 from rlhub.config.sections.preference import DPOLossConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
+from rlhub.errors import ConfigError
 from rlhub.registry import knobs_for
 
 PAIR = 2  # rows of a preference pair
@@ -110,9 +111,15 @@ class PolicyUpdater:
         return metrics
 
     def _moved_far(self, step: StepSums) -> bool:
-        """Returns whether the policy is further from the old one than the setting allows."""
+        """Returns whether the policy is further from the old one than the setting allows.  Raises ConfigError for a loss that
+        does not measure it."""
         limit = self.config.target_kl
-        return limit is not None and step.sums.get("ppo_kl", 0.0) > limit * step.denominators.tokens
+        if limit is None:
+            return False
+        if "ppo_kl" not in step.sums:
+            loss = self.config.policy_loss.loss_mode
+            raise ConfigError(f"actor.target_kl={limit} reads ppo_kl, which policy loss {loss!r} does not report; set it to null")
+        return step.sums["ppo_kl"] > limit * step.denominators.tokens
 
     def _loss(self, extremes: Extremes, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
         outputs, micro = self._of_units(outputs, micro)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.inputs import PolicyLossOutputs
 from rlhub.config.sections.actor import ActorConfig, PolicyLossConfig
 from rlhub.config.sections.ppo import CriticConfig
 from rlhub.engines.training import updates
@@ -288,6 +289,13 @@ def test_a_batch_ends_with_the_step_that_finds_the_policy_too_far() -> None:
     assert metrics["actor/ppo_kl"] == pytest.approx(means[5])
     assert len(policy_update(rows, ppo_epochs=epochs)[0].steps) == epochs
     assert len(policy_update(rows, ppo_epochs=epochs, target_kl=1e9)[0].steps) == epochs
+
+
+def test_a_loss_that_measures_no_kl_cannot_end_a_batch() -> None:
+    updater = PolicyUpdater(FakeTrainEngine(), actor(target_kl=0.1), scale=float(RESPONSE))
+    updater.loss = lambda inputs, knobs: PolicyLossOutputs(loss=-inputs.log_probs * inputs.response_mask, sums={})
+    with pytest.raises(ConfigError, match="does not report"):
+        updater.update(batch("advantages", "old_log_probs"), 1)
 
 
 def test_denominators_are_those_of_the_step_not_of_the_batch() -> None:
