@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlhub.algorithms.advantages.gae import ChunkGAEKnobs, chunk_gae
-from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
+from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs, on_last_token
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
 from rlhub.envs.vector.reach_color import COLORS, ReachColor
 
@@ -41,5 +41,7 @@ class OtherColor(ReachColor):
 )
 def shuffled_chunk_gae(inputs: AdvantageInputs, knobs: ChunkGAEKnobs) -> AdvantageOutputs:
     """Returns chunk_gae's advantages of rewards that are dealt out at random among a rank's calls."""
-    order = torch.randperm(len(inputs.token_level_rewards))
-    return chunk_gae(dataclasses.replace(inputs, token_level_rewards=inputs.token_level_rewards[order]), knobs)
+    rewards, mask = inputs.outcome_rewards(), inputs.response_mask
+    rows = mask.any(1).nonzero().squeeze(1)
+    rewards[rows] = rewards[rows[torch.randperm(len(rows))]]
+    return chunk_gae(dataclasses.replace(inputs, token_level_rewards=on_last_token(rewards, mask)), knobs)
