@@ -58,7 +58,7 @@ def check_nodes(
 
 @dataclass(slots=True)
 class _Checks:
-    """What the checks look up.  drivers: the driver's functions; written: the nodes that write each name; declared: all
+    """The names that the checks look up.  drivers: the driver's functions; written: the nodes that write each name; declared: all
     columns, with those of the pipeline."""
 
     nodes: list[Node]

@@ -41,7 +41,7 @@ class Key(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class ReportedRows:
-    """What one rank reports of its rows.
+    """The report of one rank on its rows.
 
     lengths: (rows,) tokens of each.  groups: (rows,) the group of each, the same number on every rank that has some of it; None
     where groups may be cut.  ref: how the rows are fetched; it is handed on as it is.  columns: the names of what is there.
@@ -70,7 +70,7 @@ class RowShare:
 
 @dataclass(slots=True)
 class _Delivery:
-    """What is known of one key.  producers: None until they are expected; whole: set when all have reported."""
+    """The reports on one key.  producers: None until they are expected; whole: set when all have reported."""
 
     producers: tuple[int, ...] | None = None
     parts: dict[int, ReportedRows] = field(default_factory=dict)

@@ -74,7 +74,7 @@ class NodeTime:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step leaves.  metrics: meta_info["metrics"] by node; timings: by node; both in the order of the nodes."""
+    """The results of a step.  metrics: meta_info["metrics"] by node; timings: by node; both in the order of the nodes."""
 
     batch: Batch
     metrics: dict[str, Any]

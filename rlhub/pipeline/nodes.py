@@ -17,7 +17,7 @@ NodeType = Literal["compute", "data_load", "env_interact", "model_inference", "m
 
 
 class NodeFields(TypedDict, total=False):
-    """What a node is given beside its name; `Node` explains them."""
+    """The arguments of a node beside its name; `Node` explains them."""
 
     run: str
     on: str

@@ -34,7 +34,7 @@ GeneratedReport = tuple[int, int, int, int] | tuple[int, int, RlhubError]
 
 
 class Reports(NamedTuple):
-    """What the episodes of an actor tell the driver.
+    """The messages of an actor's episodes to the driver.
 
     number: of these reports.  kept: the numbers of finished episodes, see `pack_ref`.  waiting: a run for each message that the
     driver fetches with `next_message`.  The lists are in the order in which those of one run happened.

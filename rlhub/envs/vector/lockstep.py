@@ -73,8 +73,8 @@ class Buffers:
 
 @dataclass(slots=True, kw_only=True)
 class Texts:
-    """What a chunk returns beside the arrays, in a form that JSON has: the instructions of the running and of the ended episodes,
-    the info of each environment, and the number of observations that were rendered."""
+    """The results of a chunk beside the arrays, in a form that JSON has: the instructions of the running and of the ended
+    episodes, the info of each environment, and the number of observations that were rendered."""
 
     instruction: list[str]
     final_instruction: list[str]

@@ -33,6 +33,7 @@ from rlhub.single_controller import AsyncActorOptions, WorkerGroup
 from rlhub.single_controller.placement import ActorPlaces
 from rlhub.single_controller.worker_group import GroupMethod
 from rlhub.tracking.tracker import GenerationRow
+from rlhub.trainer.ppo.sync_source import sampling_meta, training_sampling
 from rlhub.trainer.ppo.validation import ValidationReport
 from rlhub.utils.seeding import sample_seed
 
@@ -117,11 +118,11 @@ class EpisodeGenerator:
 
     def training(self, scenes: DataProto) -> Batch:
         """Returns the calls of n episodes from each scene, with their log-probs."""
-        return _columns(self._method("episodes")(self._request(scenes, self._sampling(), log_probs=True)))
+        return _columns(self._method("episodes")(self._request(scenes, training_sampling(self.config), log_probs=True)))
 
     def submit(self, scenes: DataProto, version: int | None) -> Callable[[], Batch]:
         """Does the same without waiting; what it returns waits.  version: that of the policy, for a column policy_version."""
-        request = self._request(scenes, self._sampling(), log_probs=True, policy_version=version)
+        request = self._request(scenes, training_sampling(self.config), log_probs=True, policy_version=version)
         sent = self._method("episodes").submit(request)
         return functools.cache(lambda: _columns(sent.get()))
 
@@ -137,22 +138,10 @@ class EpisodeGenerator:
         """Returns the calls of val_kwargs' episodes from each scene."""
         return _columns(self._method("validation")(self._request(scenes, self.config.val_kwargs, log_probs=False)))
 
-    def _sampling(self) -> ValSamplingConfig:
-        config = self.config
-        return ValSamplingConfig(
-            n=config.n, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, do_sample=True
-        )
-
-    def _request(self, scenes: DataProto, sampling: ValSamplingConfig, **meta: object) -> DataProto:
+    def _request(self, scenes: DataProto, sampling: ValSamplingConfig, *, log_probs: bool, **meta: object) -> DataProto:
         request = scenes.select(batch_keys=["seed", "initial", "ordinal"], meta_info_keys=[])
         request.batch["uid"] = torch.arange(len(scenes))
-        request.meta_info.update(
-            n=sampling.n,
-            temperature=sampling.temperature if sampling.do_sample else 0.0,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            **meta,
-        )
+        request.meta_info.update(sampling_meta(sampling, log_probs=log_probs), **meta)
         return request
 
     def _method(self, purpose: str) -> GroupMethod:

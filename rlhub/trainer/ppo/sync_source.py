@@ -39,6 +39,22 @@ PROMPTS_IN_WORK = (
 )
 
 
+def training_sampling(config: RolloutConfig) -> ValSamplingConfig:
+    """Returns how the samples that train are drawn."""
+    return ValSamplingConfig(n=config.n, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, do_sample=True)
+
+
+def sampling_meta(sampling: ValSamplingConfig, *, log_probs: bool) -> dict[str, Any]:
+    """Returns the meta_info by which the rollout's ranks sample; greedy is a temperature of 0."""
+    return {
+        "n": sampling.n,
+        "temperature": sampling.temperature if sampling.do_sample else 0.0,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "log_probs": log_probs,
+    }
+
+
 class SampleGenerator(Protocol):
     """Generates with the weights that the rollout's ranks have."""
 
@@ -66,11 +82,7 @@ class Generator:
 
     def training(self, prompts: DataProto) -> Batch:
         """Returns n samples per prompt with their log-probs; rows of a prompt are neighbours and share a `uid`."""
-        config = self.config
-        sampling = ValSamplingConfig(
-            n=config.n, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, do_sample=True
-        )
-        return self._generate(prompts, sampling, self._method("samples"), log_probs=True)
+        return self._generate(prompts, training_sampling(self.config), self._method("samples"), log_probs=True)
 
     def greedy(self, prompts: DataProto) -> Batch:
         """Returns the most likely response to each prompt, without log-probs."""
@@ -92,13 +104,7 @@ class Generator:
 
     def _generate(self, prompts: DataProto, sampling: ValSamplingConfig, method: GroupMethod, *, log_probs: bool) -> Batch:
         request = prompts.select(batch_keys=["prompts", "attention_mask", "ordinal"], non_tensor_batch_keys=[], meta_info_keys=[])
-        request.meta_info.update(
-            n=sampling.n,
-            temperature=sampling.temperature if sampling.do_sample else 0.0,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            log_probs=log_probs,
-        )
+        request.meta_info.update(sampling_meta(sampling, log_probs=log_probs))
         generated: Batch = method(request)
         generated.meta_info.clear()
         kept = prompts.select(batch_keys=["ordinal"], meta_info_keys=[]).repeat(sampling.n, interleave=True)
