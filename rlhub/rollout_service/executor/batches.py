@@ -123,7 +123,6 @@ class Delivery:
         trained = [ordinal for ordinal, (taken_for, _) in self._taken.items() if taken_for <= step]
         for ordinal in trained:
             _, group = self._taken.pop(ordinal)
-            self.statistics.end(group.trajectories, group.failed)
             self.release(group.scored)
         self.ledger.train(*trained)
 

@@ -423,7 +423,7 @@ class WorkflowExecutor:
         del self._work[ordinal]
         for sample in work.missing:
             self.runner.cancel(f"{ordinal}-{sample}")
-        self.statistics.reject(work, count)
+        self.statistics.reject(count, work.trajectories, self.options.group_size)
         self.release(work.trajectories)
         self._failure_limit.rejected(reason)
         self.ledger.reject(ordinal, reason)

@@ -14,8 +14,8 @@ rollout/timed_out_episodes        episodes that exceeded their time limit
 rollout/retried_episodes          episodes that failed and began again; only where there are any
 rollout/failed_episodes           episodes that failed for good; only where there are any
 rollout/trained_share             share of the latest prompts' samples that trained: others failed, or were dropped for their age
-rollout/trained_share_short       the same for the prompts with the shorter responses, one half of them, and
-rollout/trained_share_long        for the other half: what is lost should not be what is difficult
+rollout/trained_share_short       the same for the prompts whose responses are shorter than the mean, and
+rollout/trained_share_long        for the others: what is lost should not be what is difficult
 rollout/trained_share_slope       change of the log-odds of training with one standard deviation more of mean response length,
                                   and rollout/trained_share_slope_error, its standard error
                                   (these five only where samples were lost, over the latest WINDOW prompts)
@@ -39,12 +39,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlhub.agents.trajectory import Sampled, rows_of
-from rlhub.rollout_service.executor.episode_groups import Group, GroupInWork
+from rlhub.rollout_service.executor.episode_groups import Group
 
 WINDOW = 512
 """Prompts over which the trained share is measured."""
 NEWTON_STEPS = 50
-"""Of logistic_slope, each of at most 1 in either coefficient; it converges in about 10."""
+"""The steps of logistic_slope, each at most 1 in either coefficient; it converges in about 10."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,27 +79,27 @@ class RolloutStatistics:
         self.good_tokens += group.num_tokens
         self.counts["consumed_groups"] += 1
         self.counts["beyond_groups"] += beyond
+        self._end(group.trajectories, len(group.row_counts), trained=True)
 
     def drop(self, group: Group) -> None:
         """Counts a group that was dropped for its age."""
         self.counts.update(("consumed_groups", "beyond_groups", "dropped_groups"))
         self.wasted_tokens += group.num_tokens
-        self.end(group.trajectories, group.failed, trained=False)
+        self._end(group.trajectories, len(group.row_counts), trained=False)
 
-    def reject(self, work: GroupInWork, count: str) -> None:
+    def reject(self, count: str, results: Sequence[Sampled | None], group_size: int) -> None:
         """Counts a group that ended without anything to train, under that name.  Those that failed count in the trained share,
-        those that a workflow or a filter turned down do not."""
+        those that a workflow or a filter turned down do not.  results: of its episodes, None for those without one."""
         self.counts[count] += 1
-        samples = [sample for sample in work.trajectories if sample is not None]
-        self.wasted_tokens += sum(sample.num_tokens for sample in samples)
+        self.wasted_tokens += sum(result.num_tokens for result in results if result is not None)
         if count == "failed_groups":
-            self.end(samples, range(len(work.trajectories) - len(samples)), trained=False)
+            self._end([result for result in results[:group_size] if result is not None], group_size, trained=False)
 
-    def end(self, samples: Sequence[Sampled], failed: Sequence[int], *, trained: bool = True) -> None:
+    def _end(self, samples: Sequence[Sampled], group_size: int, *, trained: bool) -> None:
         """Counts the samples of a prompt that has ended.  samples: those whose episodes ended well."""
         lengths = [sum(row.response_length for row in rows_of(sample)) for sample in samples]
         mean = sum(lengths) / len(lengths) if lengths else math.nan
-        self.ended.append(EndedPrompt(mean, len(samples) if trained else 0, len(samples) + len(failed)))
+        self.ended.append(EndedPrompt(mean, len(samples) if trained else 0, group_size))
 
     def work(self, running: int) -> None:
         """Sets the number of groups in progress from now on."""
@@ -181,19 +181,21 @@ def _quantile(histogram: Counter[int], values: list[int], total: int, percent: i
 
 
 def trained_shares(ended: Sequence[EndedPrompt]) -> dict[str, float]:
-    """Returns the trained share of these prompts and, by the ends of their names, that of its two halves by length and its slope
-    over the length; an empty mapping where no sample was lost.
+    """Returns the trained share of these prompts and, by the ends of their names, those of the ones below the mean length and of
+    the others, and its slope over the length; an empty mapping where no sample was lost.
 
     Prompts without a length count in the whole only.
     """
     if all(prompt.trained == prompt.samples for prompt in ended):
         return {}
     shares = {"": _share(ended)}
-    known = sorted((prompt for prompt in ended if not math.isnan(prompt.length)), key=lambda prompt: prompt.length)
-    half = len(known) // 2
-    if half and known[0].length < known[-1].length:
-        slope, error = logistic_slope(*zip(*((prompt.length, prompt.trained, prompt.samples) for prompt in known), strict=True))
-        shares |= {"_short": _share(known[:half]), "_long": _share(known[-half:]), "_slope": slope, "_slope_error": error}
+    known = [prompt for prompt in ended if not math.isnan(prompt.length)]
+    mean = sum(prompt.length for prompt in known) / max(len(known), 1)
+    short, long = ([one for one in known if (one.length < mean) is below] for below in (True, False))
+    if short and long:
+        shares |= {"_short": _share(short), "_long": _share(long)}
+        slope, error = logistic_slope(*zip(*((one.length, one.trained, one.samples) for one in known), strict=True))
+        shares |= {"_slope": slope, "_slope_error": error} if math.isfinite(error) else {}
     return shares
 
 
