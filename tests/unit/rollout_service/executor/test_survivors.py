@@ -22,7 +22,7 @@ from rlhub.rollout_service.executor.executor import WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import EndedPrompt, logistic_slope, trained_shares
-from rlhub.trainer.ppo.step import arrange
+from rlhub.trainer.ppo.dealing import arrange
 from scripts.checks.survivors import DEFAULT, WITHOUT, run, verdict
 from tests.support.episodes import PROMPT, Immediate, executing, parts, prompts, trajectory
 
