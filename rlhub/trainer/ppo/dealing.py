@@ -117,7 +117,7 @@ def arrange(
     and, where its size is given, `critic_mini_batch`.
 
     batch: needs `prompt_length` and `response_length` (rows,), or `attention_mask` (rows, prompt + response); `episode_id`
-    (rows,), from 0, where samples have several rows, which count as one in the size of a mini-batch.  Returns it.
+    (rows,), from 0, where samples have several rows or none, which count as one in the size of a mini-batch.  Returns it.
     """
     samples = batch.batch["episode_id"] if "episode_id" in batch.batch.keys() else torch.arange(len(batch))
     num_samples = int(samples.max()) + 1
