@@ -82,6 +82,7 @@ class EpisodeStream:
             self._ahead = self._begin(prompts)
         batch, current, self._ahead = self._episodes_over(), self._ahead, None
         assert batch is not None, "begun above, if not a step ago"
+        batch = self.generator.rewarded(batch)
         if self._bound:
             batch = self._moved(batch)
             batch.meta_info["policy_version"] = self.policy_version
@@ -133,8 +134,8 @@ class EpisodeStream:
         self.log.ended(self._trains, Phase.TRAINED, "")
 
     def save(self, folder: Path) -> list[FileEntry]:
-        """Writes nothing: everything is in `state`."""
-        return []
+        """Writes what the generator has to remember."""
+        return self.generator.save(folder)
 
     def state(self) -> dict[str, Any]:
         """Returns the loader's state before the first scene that has not trained."""
@@ -147,4 +148,5 @@ class EpisodeStream:
             raise CheckpointError(PROMPTS_IN_WORK)
         self.loader.load_state(state["loader"])
         self.policy_version = state["policy_version"]
+        self.generator.load(folder)
         self.log.load_state({"next_ordinal": state["loader"]["consumed"], "open": []})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import CheckpointError
 from rlhub.protocol import DataProto
@@ -29,6 +30,7 @@ class FakeRun:
         config.trainer.max_staleness = max_staleness
         config.trainer.pipeline_depth = max_staleness if depth is None else depth
         self.asked: list[tuple[Any, ...]] = []
+        self.rewards: list[int] = []
         self.weights = self.generator = self
         self.stream = EpisodeStream(
             config=config,
@@ -52,6 +54,16 @@ class FakeRun:
             return DataProto.from_dict({"ordinal": scenes.batch["ordinal"]})
 
         return wait
+
+    def rewarded(self, calls: DataProto) -> DataProto:
+        self.rewards.append(int(calls.batch["ordinal"][0]) // SCENES)
+        return calls
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        return []
+
+    def load(self, folder: Path) -> None:
+        self.loaded = folder
 
     def metrics(self, batch: DataProto) -> dict[str, float]:
         return {"rollout/success": 1.0}
@@ -122,6 +134,18 @@ def test_validation_gets_the_newest_weights_when_publications_wait(tmp_path: Pat
     run.stream.refresh()
     assert run.asked[-2:] == [("over", 1), ("publish", 1)]
     assert run.staleness(2) == 1, "the batch in work is as old as it was"
+
+
+def test_a_batch_is_rewarded_when_it_trains_and_not_when_its_episodes_are_over(tmp_path: Path) -> None:
+    """Otherwise a checkpoint would have its successes, and the run that resumes from it would have them twice."""
+    run = FakeRun(tmp_path, 3)
+    run.step(1)
+    run.stream.refresh()
+    assert run.asked[-2:] == [("over", 1), ("publish", 1)] and run.rewards == [0]
+    run.step(2)
+    assert run.rewards == [0, 1]
+    run.stream.load_state(run.stream.state(), tmp_path)
+    assert run.loaded == tmp_path
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])
