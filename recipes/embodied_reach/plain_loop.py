@@ -20,11 +20,12 @@ from transformers import AutoModelForImageTextToText
 
 from recipes.embodied_reach.demonstrations import FIRST_WORD, STREAMS, VLA, WORDS, episode_seeds, record
 from recipes.tiny_smolvlm import build_config, build_tokenizer, initialize
+from rlhub.config.sections.env import SRPOConfig
 from rlhub.data.episodes import ActionTokenizer, RecordedEpisode
 from rlhub.envs.vector.base import Obs
 from rlhub.envs.vector.lockstep import LockStep
 from rlhub.envs.vector.reach_color import COLORS, SCENES, ReachColor
-from rlhub.rewards.srpo import SRPOKnobs, SuccessBank, episode_encoder, srpo_rewards
+from rlhub.rewards.srpo import SuccessBank, episode_encoder, srpo_rewards
 from rlhub.trainer.ppo.embodied import wilson_interval
 
 
@@ -214,7 +215,7 @@ class Collector:
         self.env = environments(settings.episodes)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.scenes = np.random.default_rng([STREAMS.index("rollouts"), settings.seed])
-        self.encoder = episode_encoder("pixels", seed=0)
+        self.encoder = episode_encoder(SRPOConfig())
         self.obs = self.reset()
 
     def reset(self) -> Obs:
@@ -257,7 +258,7 @@ class Collector:
         films = [torch.cat([images[valid[:, row], row], last[row][None]]) for row in range(len(last))]
         embeddings = self.encoder([film.permute(0, 3, 1, 2)[:, None] for film in films])
         group = torch.arange(len(last)) // self.settings.group
-        return srpo_rewards(embeddings, solved, group, SuccessBank(), SRPOKnobs())[0]
+        return srpo_rewards(embeddings, solved, group, SuccessBank(), SRPOConfig())[0]
 
     def _call(self, policy: Policy) -> tuple[Tensor, ...]:
         """Acts once in every environment; returns one column of each kind, (environments, ...)."""

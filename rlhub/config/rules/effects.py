@@ -89,6 +89,8 @@ def _(config: PPOConfig) -> list[Dead]:
         (not config.data.val_files and not config.env.val_scenes,
          ("data.val_batch_size", f"{_ROLLOUT}val_kwargs.", "trainer.log_val_generations"), "data.val_files is not set"),
         (config.env.name is None, ("env.",), "env.name is not set"),
+        (config.env.reward != "srpo", ("env.srpo.",), "env.reward is not srpo"),
+        (config.env.srpo.encoder != "vjepa2", ("env.srpo.path",), "env.srpo.encoder is not vjepa2"),
         (asynchronous.is_async(config), (f"{_ROLLOUT}free_cache_engine",), "rollout.mode=async never stops generating"),
         (True, asynchronous.unread(config), asynchronous.why_unread(config)),
         (not agent.num_env_hosts, env_hosts, f"{_ROLLOUT}agent.num_env_hosts is 0"),

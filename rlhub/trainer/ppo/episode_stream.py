@@ -45,8 +45,8 @@ from rlhub.utils.timing import PhaseTimer
 class BatchAhead:
     """A batch that the rollout's ranks have begun.
 
-    step: the one that trains it.  ordinals: of its scenes.  position: the loader's state before it.  version: of the policy that acts in it.  rows: returns its
-    rows on the ranks that train; None while its episodes run.
+    step: the one that trains it.  ordinals: of its scenes.  position: the loader's state before it.  version: of the policy that
+    acts in it.  rows: returns its rows on the ranks that train; None while its episodes run.
     """
 
     step: int
@@ -112,7 +112,7 @@ class EpisodeStream:
             current = self._ahead.popleft()
         self._wait_for(lambda: self._is_busy or self._is_too_old or self._is_over)  # the next one begins before the next weights
         assert current.rows is not None, "waited for above"
-        batch = current.rows()
+        batch = self.generator.rewarded(current.rows())
         if self._bound:
             batch.meta_info["policy_version"] = self.policy_version
         self._trains = current.ordinals
@@ -207,8 +207,8 @@ class EpisodeStream:
         self.log.ended(self._trains, Phase.TRAINED, "")
 
     def save(self, folder: Path) -> list[FileEntry]:
-        """Writes nothing: everything is in `state`."""
-        return []
+        """Writes what the generator has to remember."""
+        return self.generator.save(folder)
 
     def state(self) -> dict[str, Any]:
         """Returns the loader's state before the first scene that has not trained."""
@@ -222,4 +222,5 @@ class EpisodeStream:
             raise CheckpointError(PROMPTS_IN_WORK)
         self.loader.load_state(state["loader"])
         self.policy_version = state["policy_version"]
+        self.generator.load(folder)
         self.log.load_state({"next_ordinal": state["loader"]["consumed"], "open": []})

@@ -44,7 +44,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "trainer.max_actor_ckpt_to_keep", "trainer.keep_best", "custom_reward_function.path",
         "actor_rollout_ref.model.path", "actor_rollout_ref.actor.optim.total_training_steps", "critic.optim.total_training_steps",
         "actor_rollout_ref.rollout.weights_folder", "actor_rollout_ref.rollout.agent.default_agent_loop", "trainer.replay_from",
-        "trainer.pipeline", "env.name", "env.num_envs", "actor_rollout_ref.actor.target_kl",
+        "trainer.pipeline", "env.name", "env.num_envs", "env.srpo.path", "actor_rollout_ref.actor.target_kl",
         "actor_rollout_ref.rollout.remote.api_key_file", "actor_rollout_ref.rollout.remote.weights_folder",
         "actor_rollout_ref.rollout.remote.admin_key_file",
         "actor_rollout_ref.rollout.trajectories_folder",
