@@ -192,7 +192,8 @@ def _pixels(frames: Tensor) -> Tensor:
 def _projection(width: int) -> Tensor:
     """Returns the same random matrix in every process, (width, PROJECTED)."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(width, PROJECTED, generator=generator, dtype=torch.float64) / PROJECTED**0.5
+    projection: Tensor = torch.randn(width, PROJECTED, generator=generator, dtype=torch.float64) / PROJECTED**0.5
+    return projection
 
 
 @torch.no_grad()
