@@ -30,8 +30,7 @@ from rlhub.protocol import Batch, BatchRef
 from rlhub.rewards.rows import rows_here
 
 FAILURE_SHARE, STEEPNESS, HALF = 0.6, 10.0, 0.5  # the paper's constants of a failure's reward
-POOLED = (2, 4, 8)
-"""The sizes to which a picture is averaged before its projection: coarse ones see how far two places are apart."""
+CELLS = 16  # of each axis, in which the brightness of a picture is summed up
 PROJECTED = 64  # numbers of a projected frame
 LARGEST_BANK = 2048  # where every scene is a task of its own, most never come again
 VIDEO_MEAN, VIDEO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of V-JEPA 2's video processor
@@ -132,11 +131,13 @@ def failure_rewards(embeddings: Tensor, center: Tensor, eps: float) -> Tensor:
 
 def nearest_quantile(embeddings: Tensor, task: Tensor, quantile: float) -> float:
     """Returns the quantile of the distance from each success to its nearest neighbour of the same task; 0 without neighbours."""
-    nearest = []
-    for number in torch.unique(task).tolist():
-        own = distances(mine := embeddings[task == number], mine)
-        if len(mine) > 1:
-            nearest.append(own.fill_diagonal_(torch.inf).amin(1))
+    _, place, count = torch.unique(task, return_inverse=True, return_counts=True)
+    order, nearest = place.argsort(stable=True), []
+    for size in count[count > 1].unique().tolist():  # tasks of as many successes at once
+        mine = embeddings[order[count[place[order]] == size]].view(-1, size, embeddings.shape[1])
+        own = distances(mine, mine)
+        own.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+        nearest.append(own.amin(2).flatten())
     return float(torch.quantile(torch.cat(nearest), quantile)) if nearest else 0.0
 
 
@@ -154,7 +155,7 @@ def centers(successes: Tensor, eps: float) -> Tensor:
 
 
 def distances(left: Tensor, right: Tensor) -> Tensor:
-    """Returns Euclidean distances (left, right), each the same in every bit whatever the other rows are."""
+    """Returns Euclidean distances (..., left, right), each the same in every bit whatever the other rows are."""
     return torch.cdist(left, right, compute_mode="donot_use_mm_for_euclid_dist")
 
 
@@ -167,8 +168,8 @@ def in_order(embeddings: Tensor, task: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def episode_encoder(config: SRPOConfig, device: torch.device | str = "cpu") -> Encoder:
-    """Returns the encoder: `pixels`, a random projection of pooled pictures, or `vjepa2`, the video model V-JEPA 2 (Assran et al.
-    2025, arXiv 2506.09985) on the device.  Raises LoadError where its folder has none."""
+    """Returns the encoder: `pixels`, a random projection of where pictures are bright, or `vjepa2`, the video model V-JEPA 2
+    (Assran et al. 2025, arXiv 2506.09985) on the device.  Raises LoadError where its folder has none."""
     if config.encoder == "pixels":
         return lambda episodes: torch.stack([_pixels(frames) for frames in episodes])
     from transformers import AutoModel  # only jobs with this encoder load a model
@@ -181,11 +182,15 @@ def episode_encoder(config: SRPOConfig, device: torch.device | str = "cpu") -> E
 
 
 def _pixels(frames: Tensor) -> Tensor:
-    """Returns the projected mean of all frames and the projected last one, (2 x PROJECTED,)."""
-    pictures = frames.flatten(1, 2).double() / 255
-    pooled = torch.cat([adaptive_avg_pool2d(pictures, size).flatten(1) for size in POOLED], 1)
-    projection = _projection(pooled.shape[1])
-    return torch.cat([pooled.mean(0) @ projection, pooled[-1] @ projection])
+    """Returns the projected mean of all frames and the projected last one, (2 x PROJECTED,).
+
+    A frame is the cumulated brightness along each axis, so that the distance of two frames grows with the way by which something
+    has moved, as the earth mover's distance does (Rubner et al. 2000).  Pixels differ as much from any way on.
+    """
+    pooled = adaptive_avg_pool2d(frames.flatten(1, 2).double() / 255, CELLS)
+    sums = torch.cat([pooled.mean(-1).cumsum(-1).flatten(1), pooled.mean(-2).cumsum(-1).flatten(1)], 1)
+    projected = sums @ _projection(sums.shape[1])
+    return torch.cat([projected.mean(0), projected[-1]])
 
 
 @functools.cache

@@ -11,14 +11,14 @@ from rlhub.config.schema import NonNegativeInt, PositiveInt, PositiveUnitFloat
 @dataclass(slots=True, kw_only=True)
 class SRPOConfig:
     encoder: Literal["pixels", "vjepa2"] = "pixels"
-    """Embedding in which episodes are compared. pixels: a random projection of their pooled pictures; vjepa2: the features of the
-    video model in `path`, one copy on each rank that has simulators."""
+    """Embedding in which episodes are compared. pixels: where their pictures are bright, along each axis; vjepa2: the features
+    of the video model in `path`, one copy on each rank that has simulators."""
     path: str | None = None
     """Folder of a V-JEPA 2 model, for encoder=vjepa2."""
     task: Literal["scene", "instruction"] = "scene"
     """Successes with which a failure is compared. scene: those that began in the same state; instruction: all that were told the
     same."""
-    quantile: PositiveUnitFloat = 0.5
+    quantile: PositiveUnitFloat = 0.9
     """Quantile of the distances from successes to their nearest neighbours; a failure that is so far from the nearest centre of
     successes has the reward 0.3."""
     bank: NonNegativeInt = 64

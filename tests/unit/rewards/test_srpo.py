@@ -160,6 +160,19 @@ def test_an_embedding_belongs_to_its_episode_alone(name: Any, tmp_path: Path) ->
     assert not torch.equal(encode([changed])[0], whole[0])
 
 
+def test_the_distance_of_pictures_grows_with_the_way_of_what_moves() -> None:
+    """Pixels alone differ as much from any way on that leaves no overlap."""
+
+    def moved(by: int) -> Tensor:
+        picture = torch.full((1, 1, 3, 32, 32), 120, dtype=torch.uint8)
+        picture[..., 4 + by : 8 + by, 10:14] = 250
+        return picture
+
+    start, *others = episode_encoder(SRPOConfig())([moved(by) for by in (0, 2, 4, 8, 12, 16, 20)])
+    far = [float((other - start).norm()) for other in others]
+    assert far == sorted(far) and far[-1] > 1.8 * far[1] > 0
+
+
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=f"env.srpo.path={tmp_path}"):
         episode_encoder(SRPOConfig(encoder="vjepa2", path=str(tmp_path)))
