@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +136,19 @@ def test_tries_go_on_until_an_answer_is_right_and_each_costs(wrong: int, reward:
     assert found.metrics["right_at_once"] == float(wrong == 0) and found.metrics["right_at_last"] == float(wrong < 3)
     said = ["5<|im_end|>", again("No.")] * min(wrong, 2) + [("4" if wrong < 3 else "5") + "<|im_end|>"]
     assert written(found) == said
+
+
+@pytest.mark.parametrize(("second", "reward"), [("4", 1.0), ("5", 0.0)])
+def test_the_workflow_of_the_readme(tmp_path: Path, second: str, reward: float) -> None:
+    readme = Path(__file__).parents[4] / "rlhub" / "agents" / "README.md"
+    shown = re.search(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    assert shown is not None
+    (tmp_path / "checked.py").write_text(shown[1])
+    workflow = build_workflow(f"{tmp_path / 'checked.py'}:CheckedAnswer", parts(score=exact, question="Really?"))
+    found = run(workflow, ScriptedEngine(replies=["5", second]))
+    assert written(found) == ["5<|im_end|>", again("Really?"), f"{second}<|im_end|>"]
+    assert found.rewards is not None and sum(found.rewards) == found.rewards[-1] == reward
+    assert found.metrics["changed"] == reward
 
 
 def test_the_episode_ends_where_no_other_answer_fits() -> None:
