@@ -130,6 +130,10 @@ def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[st
             f"{_ROLLOUT}.trajectories_folder={rollout.trajectories_folder} does not generate; set it to null or choose another "
             "estimator"
         )
+    if "reference" in requires and config.actor_rollout_ref.ref.model.path is None:
+        found.append(
+            f"{estimator} compares the policy with a teacher: set actor_rollout_ref.ref.model.path to its folder or hub name"
+        )
     return found + placement.unneeded(config, requires)
 
 
