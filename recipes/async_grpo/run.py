@@ -23,6 +23,7 @@ logger = logging.getLogger("async_grpo")
 
 SETTINGS = (
     "actor_rollout_ref.rollout.mode=async",
+    "trainer.pacing=fixed",  # as old as the bound allows, to see what age costs
     "algorithm.rollout_correction.rollout_is=token",  # old samples are weighted by pi_old / mu
 )
 

@@ -65,6 +65,7 @@ TRAINED_BY = frozenset(
         "critic_warmup",
         "max_staleness",
         "pipeline_depth",
+        "pacing",
         "stale_policy",
         "replay_from",
         "placement",

@@ -1,6 +1,7 @@
 """One knob: how fast is training when episodes wait on slow tools, synchronously, one step ahead, and fully asynchronously?
 
     python scripts/bench/async_modes.py [--seeds 1 2 3] [--steps 120] [--backend local|ray] [--staleness 4] [--out FOLDER]
+    python scripts/bench/async_modes.py --pacing     # only trainer.pacing=adaptive against fixed
 
 Each episode is a real one: the hf engine writes a few tokens, a tool takes its time (0.05 to 1 s, a spread of 1:20, most of them
 short), and the engine goes on.  The job is main_ppo with the same model, placement, seeds and number of steps for all modes; only
@@ -9,6 +10,11 @@ trainer.max_staleness differs (0, 1, --staleness).  The policy learns to write w
 Wanted: fully asynchronous at least 2.5x the samples a second of synchronous, one step ahead in between, and a final reward that
 is equal within two standard errors over the seeds.  Then the other end of the scale: episodes of 0.1 s against 0.1 s of training,
 where a step takes at most 1.15x of the larger.  One thread of torch a process.  The exit status is 1 if something is missed.
+
+With --pacing the same job runs with both settings of trainer.pacing, as it is and with training lengthened by a sleep, so that
+the median group takes at most half of a step.  Wanted: as it is, a median staleness at least 1 below that of fixed pacing for
+at most 0.05 more of the trainer's time idle; with longer training a median of at most 1 where fixed pacing has the bound, for at
+most 0.03 more.
 """
 
 from __future__ import annotations
@@ -81,6 +87,35 @@ class SlowTool(RolloutWorkflow):
 """
 
 
+SLOW_TRAINING = """
+import time
+
+from rlhub.algorithms.advantages.grpo import GRPOKnobs, grpo
+from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
+
+
+@ADVANTAGE_ESTIMATORS.register("slow_grpo", requires={{"groups"}}, knobs=GRPOKnobs)
+def slow_grpo(inputs, knobs):
+    time.sleep({seconds})
+    return grpo(inputs, knobs)
+"""
+TRAINING_S = 0.4
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class PacingCase:
+    """A job in which adaptive pacing is compared with fixed pacing.
+
+    more: its settings.  oldest: the largest median staleness that is wanted.  idle: by how much the trainer's idle share may
+    grow.
+    """
+
+    name: str
+    more: tuple[str, ...]
+    oldest: float
+    idle: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Measured:
     """Of one run after the warm-up.  reward: mean of the last quarter of the steps."""
@@ -108,6 +143,7 @@ def task(folder: Path, *, shortest_s: float, spread: float) -> None:
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     (folder / "reward.py").write_text(REWARD)
+    (folder / "slow_training.py").write_text(SLOW_TRAINING.format(seconds=TRAINING_S))
     (folder / "workflow.py").write_text(WORKFLOW.format(shortest_s=shortest_s, spread=spread))
 
 
@@ -144,8 +180,17 @@ def run(folder: Path, name: str, staleness: int, seed: int, options: argparse.Na
         *more,
     ]
     log = options.out / f"{name}-seed{seed}.log"
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     with log.open("w") as stream:
-        done = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, timeout=options.timeout_s, check=False)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=variables,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            timeout=options.timeout_s,
+            check=False,
+        )
     if done.returncode:
         raise SystemExit(f"{name} failed, see {log}")
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
@@ -157,6 +202,12 @@ def run(folder: Path, name: str, staleness: int, seed: int, options: argparse.Na
 
 def mean(runs: list[Measured], metric: str) -> float:
     return statistics.mean(row.get(metric, 0.0) for run in runs for row in run.rows)
+
+
+def median_staleness(runs: list[Measured]) -> int:
+    """Returns the median over the samples of all steps, from the steps' histograms."""
+    shares = {age: mean(runs, f"staleness/share_{age}") for age in range(8)}
+    return next(age for age in shares if sum(shares[younger] for younger in range(age + 1)) >= 0.5)
 
 
 def standard_error(runs: list[Measured], others: list[Measured]) -> float:
@@ -217,6 +268,51 @@ def compare_modes(options: argparse.Namespace, console: Console) -> bool:
     return speed_up >= WANTED_RATIO and between and equal
 
 
+def compare_pacing(options: argparse.Namespace, console: Console) -> bool:
+    """Both settings of trainer.pacing; whether everything wanted is there."""
+    folder = options.out / "task"
+    task(folder, shortest_s=0.05, spread=20)
+    longer = ("trainer.plugins=[slow_training]", "algorithm.adv_estimator=slow_grpo")
+    cases = (
+        PacingCase(name="as it is", more=(), oldest=options.staleness - 1, idle=0.05),
+        PacingCase(name="longer training", more=longer, oldest=1, idle=0.03),
+    )
+    table = Table(title=f"staleness at most {options.staleness}, {options.steps} steps, seeds {options.seeds}")
+    for column in (
+        "job",
+        "pacing",
+        "step s",
+        "samples/s",
+        "trainer idle",
+        "staleness p50",
+        "p95",
+        "mean",
+        "lead",
+        "dropped groups",
+    ):
+        table.add_column(column)
+    good = True
+    for case in cases:
+        fixed, adaptive = (paced(folder, case, pacing, options) for pacing in ("fixed", "adaptive"))
+        for pacing, runs in (("fixed", fixed), ("adaptive", adaptive)):
+            ages = [f"{mean(runs, f'staleness/{name}'):.2f}" for name in ("p95", "mean")]
+            more = [f"{mean(runs, 'rollout/lead'):.2f}", f"{mean(runs, 'staleness/dropped_groups'):.2f} a step"]
+            idle = " ".join(f"{mean([one], 'trainer/idle_share'):.3f}" for one in runs)
+            speeds = [f"{statistics.mean(getattr(one, name) for one in runs):.3g}" for name in ("step_s", "samples_per_s")]
+            table.add_row(case.name, pacing, *speeds, idle, str(median_staleness(runs)), *ages, *more)
+        idle_more = mean(adaptive, "trainer/idle_share") - mean(fixed, "trainer/idle_share")
+        wanted = min(case.oldest, median_staleness(fixed) - 1)
+        good &= median_staleness(adaptive) <= wanted and idle_more <= case.idle
+    console.print(table)
+    return good
+
+
+def paced(folder: Path, case: PacingCase, pacing: str, options: argparse.Namespace) -> list[Measured]:
+    """Runs the job of the case with every seed."""
+    name = f"{case.name}-{pacing}".replace(" ", "-")
+    return [run(folder, name, options.staleness, seed, options, f"trainer.pacing={pacing}", *case.more) for seed in options.seeds]
+
+
 def print_histograms(runs: dict[str, list[Measured]], console: Console) -> None:
     """How many steps had which largest staleness, for each mode."""
     for name, found in runs.items():
@@ -251,14 +347,17 @@ def main() -> int:
     parser.add_argument("--backend", default="local")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--timeout-s", type=float, default=1200.0)
+    parser.add_argument("--pacing", action="store_true", help="only adaptive against fixed pacing")
     parser.add_argument("--only-short", action="store_true", help="only the 0.1 s line")
     options = parser.parse_args()
     options.out = options.out or Path(tempfile.mkdtemp(prefix="async-modes-"))
     options.out.mkdir(parents=True, exist_ok=True)
     console, started = Console(width=150), time.monotonic()
-    good = short_episodes(options, console)
-    if not options.only_short:
-        good &= compare_modes(options, console)
+    if options.pacing:
+        good = compare_pacing(options, console)
+    else:
+        good = short_episodes(options, console)
+        good &= options.only_short or compare_modes(options, console)
     console.print(f"{time.monotonic() - started:.0f} s; logs and metrics in {options.out}")
     return 0 if good else 1
 

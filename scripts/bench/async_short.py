@@ -28,11 +28,12 @@ from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import build_reward_manager
+from rlhub.rewards.rows import RowScorer
 from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.service import RolloutService, ServiceOptions
-from rlhub.trainer.ppo.build_stream import build_scoring
+from rlhub.trainer.ppo.episode_scoring import GroupScoring, OutcomeStore, function_manager
 from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.scoring import build_scorer
 from rlhub.trainer.ppo.stream_source import PromptLog, StreamSource
@@ -160,14 +161,16 @@ class stream_of(ExitStack):  # noqa: N801  used as a function that gives a conte
         self.callback(service.close)
         service.start()
         self.weights = Weights(service.folder)
-        scoring, log = build_scoring(reward), PromptLog(self.folder / "prompts.jsonl")
-        assert scoring.scorer is not None
+        manager, log = function_manager(reward), PromptLog(self.folder / "prompts.jsonl")
+        assert manager is not None
+        scorer = RowScorer(manager.parts.pool, manager.parts.tokenizer)
+        scoring = GroupScoring(scorer, OutcomeStore())
         parts = WorkflowParts(
             tokenizer=None,
             sampling=sampling(8),
             max_prompt_length=PROMPT,
             max_response_length=8,
-            score=scoring.scorer.score_text,
+            score=scorer.score_text,
             kwargs={"seconds": self.episode_s},
         )
         workflow = Waits(parts)

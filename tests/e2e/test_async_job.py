@@ -63,7 +63,7 @@ def test_a_recorded_run_is_replayed_without_engines(mains: Mains, task: Task, tm
     weights again by the plain step."""
     run, again, changed = (tmp_path / name for name in ("run", "again", "changed"))
     validation = (f"data.val_files={task.folder / 'val.parquet'}", "trainer.test_freq=1")
-    stale = (ASYNC, "trainer.max_staleness=2", "trainer.record_batches=True", *validation)
+    stale = (ASYNC, "trainer.max_staleness=2", "trainer.pacing=fixed", "trainer.record_batches=True", *validation)
     finished(mains.run(task.arguments(run, CORRECTED, *stale, "trainer.pipeline=ppo")))
     check_metrics(rows_of(run))
     replay = f"trainer.replay_from={run / 'batches'}"

@@ -11,7 +11,7 @@ from rlhub.config.sections.ppo import PPOConfig
 SYNC = "sync"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SERVICE_KEYS = ("recompute_kv_cache", "weights_folder", "trajectories_folder", "replica_restarts", "multi_turn.", "agent.")
-_TRAINER_KEYS = ("pipeline_depth", "stale_policy")
+_TRAINER_KEYS = ("pipeline_depth", "pacing", "stale_policy")
 _ENVIRONMENT = "environment"
 _COLLECTED = f"{_ROLLOUT}.trajectories_folder"
 _UNREAD_COLLECTED = (
@@ -57,11 +57,11 @@ def unread(config: PPOConfig) -> tuple[str, ...]:
     A key that ends in `.` means all keys below it.
     """
     if is_collected(config):
-        return tuple(f"{_ROLLOUT}.{key}" for key in _UNREAD_COLLECTED)
+        return (*(f"{_ROLLOUT}.{key}" for key in _UNREAD_COLLECTED), "trainer.pacing")
     if is_async(config):
         return ()
     if runs_ahead(config):
-        return (*(f"{_ROLLOUT}.{key}" for key in _SERVICE_KEYS), "trainer.stale_policy")
+        return (*(f"{_ROLLOUT}.{key}" for key in _SERVICE_KEYS), "trainer.stale_policy", "trainer.pacing")
     return (*(f"{_ROLLOUT}.{key}" for key in _SERVICE_KEYS), *(f"trainer.{key}" for key in _TRAINER_KEYS))
 
 

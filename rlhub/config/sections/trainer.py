@@ -102,6 +102,9 @@ class TrainerConfig:
     pipeline_depth: NonNegativeInt | None = None
     """rollout.mode=async: batches by which generation may run ahead of training; null: max_staleness. A smaller number keeps
     samples fresher than that bound."""
+    pacing: Literal["adaptive", "fixed"] = "adaptive"
+    """rollout.mode=async: how far generation runs ahead within max_staleness and pipeline_depth. adaptive: as little as keeps the
+    trainer busy, one batch at least, so that samples are fresh; fixed: always as far as these allow."""
     stale_policy: Literal["drop", "mask", "correct"] = "drop"
     """rollout.mode=async: for samples beyond max_staleness, drop: drop the group; mask: mask its old tokens; correct: train on
     them with the correction."""

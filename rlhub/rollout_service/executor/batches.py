@@ -69,6 +69,7 @@ class Delivery:
         self._taken: dict[int, tuple[int, Group]] = {}
         self._requests: deque[GroupRequest] = deque()
         self._step = 0
+        self._served_at = time.monotonic()
         self.dropped_in_a_row = 0
 
     @property
@@ -104,8 +105,18 @@ class Delivery:
             if len(self._waiting) < request.count and not ended:
                 return
             self._requests.popleft()
-            self.statistics.wait_s += time.monotonic() - request.since
-            request.answer.set_result(self._take(request.count, step))
+            taken = self._take(request.count, step)
+            self._served(request)
+            request.answer.set_result(taken)
+
+    def _served(self, request: GroupRequest) -> None:
+        """Measures how long training waited since it asked, in comparison with the time since it was served last."""
+        now = time.monotonic()
+        waited, passed = now - request.since, now - self._served_at
+        self.statistics.wait_s += waited
+        if self.staleness.version:  # at first there was nothing to train meanwhile
+            self.staleness.on_take(min(waited / max(passed, 1e-9), 1.0), len(self._waiting))
+        self._served_at = now
 
     def fail(self, error: BaseException) -> None:
         """Raises the error in all waiting requests."""

@@ -469,8 +469,8 @@ class WorkflowExecutor:
         self._react()
 
     def _metrics(self) -> dict[str, float]:
-        running, capacity = self.staleness.running, self.staleness.capacity
-        return self.statistics.metrics(running=running, ready=self.delivery.num_ready, capacity=capacity)
+        running, capacity, lead = self.staleness.running, self.staleness.capacity, self.staleness.lead / self.staleness.batch
+        return self.statistics.metrics(running=running, ready=self.delivery.num_ready, capacity=capacity, lead=lead)
 
     def _situation(self) -> str:
         """Returns the state of the groups, for the message of a wait that took too long."""
@@ -482,7 +482,7 @@ class WorkflowExecutor:
     async def _collect(self, interrupt: Interrupt) -> None:
         await collect([work.engines[sample] for work in self._work.values() for sample in work.missing], interrupt)
 
-    def _snapshot(self) -> tuple[dict[str, Any], dict[str, int], list[Group], list[dict[str, Any]]]:
+    def _snapshot(self) -> tuple[dict[str, Any], dict[str, float], list[Group], list[dict[str, Any]]]:
         begun = [work.state() for work in self._work.values()]
         begun = [state for state in begun if any(any(sample.values()) for sample in state["samples"])]
         return self.ledger.state(), self.staleness.state(), self.delivery.untrained(), begun

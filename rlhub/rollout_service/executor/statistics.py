@@ -23,6 +23,7 @@ rollout/running_groups            groups in progress now
 rollout/ready_groups              groups that are finished and wait for training now
 rollout/in_flight_share           running / (running + ready)
 rollout/capacity                  groups that may be started now
+rollout/lead                      batches beyond the present step's by which generation may run ahead now
 rollout/wasted_token_share        share of tokens of finished episodes whose groups were rejected, filtered out or dropped
 rollout/idle_share                share of the time in which no group was in progress
 rollout/wait_s                    seconds in which training waited for groups
@@ -109,7 +110,7 @@ class RolloutStatistics:
             self._idle_s += time.monotonic() - self._idle_since
             self._idle_since = None
 
-    def metrics(self, *, running: int, ready: int, capacity: int) -> dict[str, float]:
+    def metrics(self, *, running: int, ready: int, capacity: int, lead: float) -> dict[str, float]:
         """Returns the metrics that the module docstring lists."""
         now = time.monotonic()
         if self._idle_since is not None:
@@ -121,6 +122,7 @@ class RolloutStatistics:
             "rollout/ready_groups": float(ready),
             "rollout/in_flight_share": running / max(running + ready, 1),
             "rollout/capacity": float(capacity),
+            "rollout/lead": lead,
             "rollout/wasted_token_share": self.wasted_tokens / max(self.wasted_tokens + self.good_tokens, 1),
             "rollout/idle_share": self._idle_s / max(now - self._since, 1e-9),
             "rollout/wait_s": self.wait_s,

@@ -29,7 +29,7 @@ from rlhub.rewards.rows import RowScorer, no_turn_scores
 from rlhub.rollout_service.executor.batches import keep_nothing
 from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import PromptLedger
-from rlhub.rollout_service.executor.staleness import StalenessManager
+from rlhub.rollout_service.executor.staleness import Pacing, StalenessManager
 from rlhub.rollout_service.service import RolloutService, service_options
 from rlhub.trainer.ppo.episode_scoring import GroupScoring, OutcomeStore, SignalFilter, function_manager
 from rlhub.trainer.ppo.episodes import (
@@ -314,6 +314,7 @@ def build_executor(episodes: EpisodeRuntime, scoring: GroupScoring, log: PromptL
             max_staleness=trainer.max_staleness,
             pipeline_depth=trainer.pipeline_depth,
             max_concurrent=rollout.agent.max_concurrent,
+            pacing=Pacing(config.data.train_batch_size) if trainer.pacing == "adaptive" else None,
         ),
         ledger=PromptLedger(on_end=log.ended),
         options=ExecutorOptions(

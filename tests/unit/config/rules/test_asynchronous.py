@@ -107,6 +107,12 @@ def test_what_another_job_collects_takes_no_processes_here() -> None:
     assert effects.without_effect(good(**ASYNC, **values), {key}) == []
 
 
+def test_a_collecting_job_paces_itself() -> None:
+    values = {"trainer__pacing": "fixed"}
+    for config, num in ((good(**COLLECTED, **values), 1), (good(**values), 1), (good(**ASYNC, **values), 0)):
+        assert len(effects.without_effect(config, {"trainer.pacing"})) == num
+
+
 def test_a_greedy_baseline_is_not_collected_by_another_job() -> None:
     (problem,) = checks.check_requirements(good(**COLLECTED), {"baseline_rewards"})
     assert "trajectories_folder=s3://t" in problem and "greedy" in problem
