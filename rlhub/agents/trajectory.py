@@ -178,23 +178,6 @@ class TrajectoryRef:
         self.runs = [(version, count) for version, count in self.runs if version >= oldest]
         return before - self.num_tokens
 
-    def outline(self) -> Trajectory:
-        """Returns a Trajectory of these lengths and this reward, whose tokens say nothing: what is made of outcomes reads no
-        more."""
-        length = self.response_length
-        outline = Trajectory(
-            prompt_ids=[0] * self.prompt_length,
-            response_ids=[0] * length,
-            response_mask=[1] * length,
-            rollout_log_probs=[0.0] * length,
-            versions=[0] * length,
-            finish_reason=self.finish_reason,
-            comparison=self.comparison,
-        )
-        if self.rewards is not None:
-            outline.set_reward(sum(self.rewards))
-        return outline
-
     def set_reward(self, reward: float) -> None:
         """Sets the reward of the whole episode."""
         self.rewards, self.late_reward = [reward], reward

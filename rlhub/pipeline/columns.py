@@ -103,10 +103,12 @@ call                int64(rows)              sample               the number of 
 terminated          bool(rows)               sample               the call has ended its episode; else it goes on or was cut off
 next_values         float32(rows)            sample               the value of the state behind an episode's last call
 finish_reason       int64(rows)              sample               how the response ended: 0 stop, 1 length, 2 abort
+tool_rewards        float64(rows)            sample               the sum of the rewards that tools gave
 data_source         object(rows)             sample               the name of the data, for the scorers
 ground_truth        object(rows)             sample               the answer that the data gives, for the scorers
 extra_info          object(rows)             sample               what else the data says of the prompt, for the scorers
 scores              float32(rows)            score                the reward of the sample
+configured_scores   float32(rows)            score                the reward without what tools gave, where they gave some
 valid               bool(rows)               score                the sample has a score; others do not train
 baseline_rewards    float32(rows)            score                the reward of the prompt's greedy response
 group_metric        float64(rows)            score                the number in which dynamic sampling compares samples
@@ -125,6 +127,7 @@ attention_mask      int64(rows sequence)     sample               1 on the token
 response_mask       bool(rows response)      sample               the tokens of the response that the model wrote
 rollout_log_probs   float32(rows response)   sample               log-probs of the sampled tokens by the rollout engine
 policy_version      int32(rows response)     sample               the version of the policy that wrote each token
+added_rewards       float32(rows response)   sample               the rewards that tools gave, each on its token
 token_level_scores  float32(rows response)   score                the reward on the token that earned it, usually the last
 old_log_probs       float32(rows response)   compute_log_prob     log-probs by the policy before the update
 sum_pi_squared      float32(rows response)   compute_log_prob     the sum of the squared probabilities of all tokens

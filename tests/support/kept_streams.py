@@ -34,7 +34,7 @@ from tests.unit.trainer.ppo.test_stream_source import FakePublisher
 from tests.unit.trainer.ppo.test_stream_source_prompts import loader
 
 BATCH, SAMPLES, SAMPLING = 4, 2, SamplingParams(max_new_tokens=8)
-WORKFLOW, BRANCHES, FAILING = f"{__name__}:TwoTurns", f"{__name__}:Branches", f"{__name__}:Failing"
+WORKFLOW, BRANCHES, FAILING, TOOLS = (f"{__name__}:{name}" for name in ("TwoTurns", "Branches", "Failing", "Tools"))
 
 
 class TwoTurns(RolloutWorkflow):
@@ -72,6 +72,17 @@ class Branches(TwoTurns):
             row.comparison = "first" if not branch else "later"
         chosen = rows[: 1 + data.seed % 3]
         return Episode(trajectories=chosen, metrics={"branches": float(len(chosen))})
+
+
+class Tools(TwoTurns):
+    """A tool rewards the first turn of every other episode; the run's reward function scores all of them."""
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
+        row = await super().arun_episode(engine, data)
+        assert isinstance(row, Trajectory)
+        if data.sample % 2 == 0:
+            row.added_rewards = [0.1 * (data.ordinal + 1), *[0.0] * (len(row.response_ids) - 2), 0.7]
+        return row
 
 
 class Failing(Branches):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,10 +24,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
-from rlhub.agents.trajectory import NOT_SAMPLED, Sampled, Trajectory
+from rlhub.agents.trajectory import LARGEST_SCORE, NOT_SAMPLED, Sampled, Trajectory
 from rlhub.algorithms.inputs import COMPONENT
 from rlhub.engines.rollout.base import FINISH_CODES
 from rlhub.errors import WorkflowError
@@ -39,7 +38,8 @@ from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import RolloutStatistics
 
 logger = logging.getLogger(__name__)
-ADDED = "added_rewards"
+ADDED, TOOL_REWARDS = "added_rewards", "tool_rewards"
+"""Columns of the rewards that tools gave: (rows, T) float32 each on its token, and (rows,) float64 their sums."""
 V = TypeVar("V")
 Release = Callable[[Sequence[Sampled | None]], None]
 """Takes notice of samples that are trained, or will not be."""
@@ -254,10 +254,9 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
     input_ids, attention_mask (rows, prompt + T); responses, response_mask, policy_version (rows, T) int64; rollout_log_probs
     (rows, T) float32; those of `row_columns`; the prompts' other columns.
 
-    Only if tools gave rewards: added_rewards (rows, T) float32, which belong to the configured reward (see `add_rewards`).
+    Only if tools gave rewards: added_rewards (rows, T) float32, which come on top of other rewards where advantages are computed.
 
-    Only if the samples are scored: token_level_scores (rows, T) float32, scores (rows,) float32, valid (rows,) bool and
-    reward/<name> (rows,) float64, the scorer's other numbers.
+    Only if the samples are scored: token_level_scores (rows, T) float32 and the columns of `score_rows`.
 
     policy_version is NOT_SAMPLED for tokens that the policy did not write.  vocab_size: tokens outside of it raise WorkflowError.
     """
@@ -267,14 +266,14 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
     check(columns, vocab_size)
     columns |= added_columns(trajectories, columns["responses"].shape[1])
     columns |= score_columns(groups, columns["responses"].shape[1])
-    add_rewards(columns)
     return DataProto.from_dict(columns, prompt_columns(groups))
 
 
 def row_columns(groups: Sequence[Group]) -> dict[str, Tensor]:
     """Returns the columns of one number a row that follow from the samples' numbers: prompt_length, response_length,
     finish_reason, ordinal, uid (rows,) int64; only if an episode has several rows or none: episode_id (rows,) int64, the number
-    of its sample in the batch, from 0.  Samples that failed are counted there, so that a mini-batch keeps its prompts.
+    of its sample in the batch, from 0.  Samples that failed are counted there, so that a mini-batch keeps its prompts.  Only if
+    tools gave rewards: tool_rewards (rows,) float64, their sums.
 
     uid: equal for the rows whose rewards are compared: those of a prompt, and where episodes have several rewards, those of them
     with the same name in `comparison`.
@@ -295,7 +294,10 @@ def row_columns(groups: Sequence[Group]) -> dict[str, Tensor]:
     }
     if any(count != 1 for count in counts):
         numbers["episode_id"] = np.repeat(np.arange(len(counts)), counts)
-    return {name: torch.from_numpy(np.array(column, dtype=np.int64)) for name, column in numbers.items()}
+    columns = {name: torch.from_numpy(np.array(column, dtype=np.int64)) for name, column in numbers.items()}
+    if any(row.added_rewards is not None for row in rows):
+        columns[TOOL_REWARDS] = torch.tensor([sum(row.added_rewards or ()) for row in rows], dtype=torch.float64)
+    return columns
 
 
 def check(columns: Mapping[str, Tensor], vocab_size: int | None) -> None:
@@ -366,37 +368,44 @@ def added_columns(trajectories: Sequence[Trajectory], width: int) -> dict[str, T
     return {ADDED: added}
 
 
-def add_rewards(columns: MutableMapping[str, Tensor] | TensorDict) -> None:
-    """Adds the rewards of tools to those of the scored samples, once; a sample without a valid score gets no reward."""
-    if ADDED not in columns.keys() or "token_level_scores" not in columns.keys():
-        return
-    added = columns.pop(ADDED) * columns["valid"][:, None]
-    columns["token_level_scores"] = columns["token_level_scores"] + added
-    columns["scores"] = columns["scores"] + added.sum(1)
+def with_tool_rewards(scores: Tensor, valid: Tensor, tools: Tensor | None) -> Tensor:
+    """Returns scores (rows,) float32 with what tools gave, tools (rows,) float64; a sample without a valid score gets none."""
+    return scores if tools is None else (scores.double() + tools * valid).float()
 
 
 def score_columns(groups: Sequence[Group], width: int) -> dict[str, Tensor]:
-    """Returns the columns of the scores, or no columns if no sample has rewards.  Raises WorkflowError if only some samples have
-    them, because half a batch cannot be scored later."""
-    scored = [[row.rewards is not None for row in group.rows] for group in groups]
-    if not any(map(any, scored)):
+    """Returns token_level_scores (rows, width) float32, the rewards without those of tools, and the columns of `score_rows`; no
+    columns if no sample has rewards.  Raises what that raises."""
+    columns = score_rows(groups)
+    if not columns:
         return {}
-    rewards = torch.zeros(sum(map(len, scored)), width)
-    for row, (ordinal, trajectory) in enumerate((group.ordinal, t) for group in groups for t in group.whole):
-        if trajectory.rewards is None:
-            raise WorkflowError(f"prompt {ordinal} has samples without rewards in a batch in which others have them")
-        if not trajectory.finite_rewards:
-            raise WorkflowError(f"a sample of prompt {ordinal} has rewards that are, or add up to, no finite float32")
+    rewards = columns["token_level_scores"] = torch.zeros(len(columns["scores"]), width)
+    for row, trajectory in enumerate(trajectory for group in groups for trajectory in group.whole):
+        assert trajectory.rewards is not None, "all have some"
         rewards[row, : len(trajectory.rewards)] = torch.tensor(trajectory.rewards)
-    return {"token_level_scores": rewards, "scores": rewards.sum(1)} | _scored_rows(groups)
+    return columns
 
 
 def score_rows(groups: Sequence[Group]) -> dict[str, Tensor]:
-    """Returns `score_columns` of samples whose tokens are in other processes: those of one number a row."""
-    rows = [row for group in groups for row in group.rows]
-    if all(row.rewards is None for row in rows):
+    """Returns scores (rows,) float32, with the rewards of tools, valid (rows,) bool and reward/<name> (rows,) float64, the
+    scorer's other numbers; no columns if no sample has rewards.
+
+    Raises WorkflowError if only some samples have them, because half a batch cannot be scored later, or for rewards that are no
+    finite float32.
+    """
+    rows = [(group.ordinal, row) for group in groups for row in group.rows]
+    if all(row.rewards is None for _, row in rows):
         return {}
-    return {"scores": torch.tensor([sum(row.rewards or ()) for row in rows])} | _scored_rows(groups)
+    totals = []
+    for ordinal, row in rows:
+        if row.rewards is None:
+            raise WorkflowError(f"prompt {ordinal} has samples without rewards in a batch in which others have them")
+        if not all(abs(reward) <= LARGEST_SCORE for reward in (*row.rewards, sum(row.rewards))):
+            raise WorkflowError(f"a sample of prompt {ordinal} has rewards that are, or add up to, no finite float32")
+        totals.append(float(sum(row.rewards)))
+    columns = _scored_rows(groups)
+    tools = row_columns(groups).get(TOOL_REWARDS)
+    return {"scores": with_tool_rewards(torch.tensor(totals), columns["valid"], tools)} | columns
 
 
 def _scored_rows(groups: Sequence[Group]) -> dict[str, Tensor]:

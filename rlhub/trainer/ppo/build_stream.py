@@ -21,6 +21,7 @@ from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.order import ResumableLoader
 from rlhub.engines.rollout.base import SamplingParams
+from rlhub.errors import ConfigError
 from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
 from rlhub.rewards import RewardManager
 from rlhub.rewards.managers import NaiveManager, reward_function
@@ -345,9 +346,14 @@ def signal_filter(episodes: EpisodeRuntime, scoring: GroupScoring) -> SignalFilt
     if not groups.enable:
         return None
     assert episodes.manager is not None, "checked before start"
+    if not episodes.manager.scores_rows:
+        raise ConfigError(
+            "algorithm.filter_groups.enable=true with rollout.mode=async filters finished groups by the outcomes of their rows, "
+            f"but reward_model.reward_manager={config.reward_model.reward_manager} reads whole batches; choose one that scores "
+            "row by row, or actor_rollout_ref.rollout.mode=sync"
+        )
     return SignalFilter(
         scorer=build_scorer(config, episodes.manager.lenient(), episodes.run.timers),
         outcomes=scoring.outcomes,
-        pad_id=episodes.vocabulary.pad_id,
         most=(groups.max_num_gen_batches - 1) * config.data.train_batch_size,
     )

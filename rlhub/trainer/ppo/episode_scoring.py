@@ -20,7 +20,7 @@ from rlhub.rewards.base import OUTCOMES
 from rlhub.rewards.combine import CombinedManager
 from rlhub.rewards.managers import NaiveManager
 from rlhub.rewards.rows import RowScorer
-from rlhub.rollout_service.executor.batches import to_batch
+from rlhub.rollout_service.executor.batches import prompt_columns, row_columns, score_rows
 from rlhub.rollout_service.executor.episode_groups import Group
 from rlhub.trainer.ppo.dynamic_sampling import groups_with_signal
 from rlhub.trainer.ppo.scoring import Scorer
@@ -110,7 +110,6 @@ class SignalFilter:
 
     scorer: Scorer
     outcomes: OutcomeStore
-    pad_id: int
     most: int
     _without: int = 0
 
@@ -137,11 +136,12 @@ class SignalFilter:
         for sample, outcome, scored, own in zip(group.trajectories, outcomes, group.valid, group.numbers, strict=True):
             named = [row for row in rows_of(sample) if row.comparison == comparison]
             if named:
-                rows.append(named[-1].outline() if isinstance(named[-1], TrajectoryRef) else named[-1])
+                rows.append(named[-1])
                 kept.append(outcome)
                 valid.append(scored)
                 numbers.append(own)
-        batch: DataProto = to_batch([replace(group, trajectories=rows, valid=valid, numbers=numbers)], pad_id=self.pad_id)
+        chosen = [replace(group, trajectories=rows, valid=valid, numbers=numbers)]
+        batch = DataProto.from_dict(row_columns(chosen) | score_rows(chosen), prompt_columns(chosen))
         batch.non_tensor_batch[OUTCOMES] = object_array(kept)
         self.scorer.score_rows(batch)
         return bool(groups_with_signal(batch, len(rows))[0])

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.inputs import COMPONENT, on_last_token
+from rlhub.algorithms.inputs import COMPONENT
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, RewardError
 from rlhub.models.shape import ModelShape, local_shape
@@ -42,7 +42,7 @@ from rlhub.rewards.combine import (
 )
 from rlhub.rewards.managers import NaiveManager
 from rlhub.rewards.rows import REWARD_FIELDS, ROW_TOKENS, unpack_outcomes
-from rlhub.rollout_service.executor.batches import ADDED, add_rewards
+from rlhub.rollout_service.executor.batches import TOOL_REWARDS, with_tool_rewards
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
 from rlhub.trainer.ppo.requirements import NAMES_OF_THE_REWARD, requirements
 from rlhub.trainer.ppo.validation_metrics import correctness
@@ -144,7 +144,8 @@ class Scorer:
 
     def _begin(self, batch: Batch) -> Callable[[], tuple[dict[str, Tensor], dict[str, float]]]:
         """Begins to score rows.  The result waits for scores (rows,), valid (rows,) and what else is kept of the reward; it gives
-        token_level_scores (rows, response) only where a manager or tools score tokens.
+        token_level_scores (rows, response) only where a manager scores tokens, and configured_scores (rows,), the scores without
+        the rewards of tools, only where there are some.
 
         Rows that come with their scores keep them: those of workflows that give rewards themselves, and recorded batches.
         """
@@ -154,19 +155,16 @@ class Scorer:
             if self.metric is not None:
                 own[SIGNAL] = tensors.get(f"{COMPONENT}{self.metric}", tensors["scores"]).double()
             return lambda: (own, {})
-        pending = start_scoring(self.reward, batch)
-        tools = {name: tensors[name] for name in (ADDED, "response_mask") if ADDED in tensors.keys()}
+        pending, tools = start_scoring(self.reward, batch), tensors.get(TOOL_REWARDS)
 
         def finish() -> tuple[dict[str, Tensor], dict[str, float]]:
             result = pending()
             columns = {"scores": result.scores, "valid": result.valid}
             if result.token_level_scores is not None:
                 columns["token_level_scores"] = result.token_level_scores
-            if tools:
-                columns.setdefault("token_level_scores", on_last_token(result.scores, tools["response_mask"]))
-                columns[ADDED] = tools[ADDED]
-                add_rewards(columns)
-                result.scores = columns["scores"]
+            if tools is not None:
+                columns["configured_scores"] = result.scores
+                columns["scores"] = result.scores = with_tool_rewards(result.scores, result.valid, tools)
             return columns | self._kept(result), result.metrics
 
         return finish

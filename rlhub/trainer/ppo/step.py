@@ -236,7 +236,10 @@ def add_outputs(batch: Batch, passes: Sequence[Any]) -> dict[str, float]:
 
 TOKENS = ("input_ids", "attention_mask")
 MODEL = (*TOKENS, "pixel_values", "response_mask")
-REWARD = ("valid", "scores", "token_level_scores", "finish_reason", "baseline_rewards")
+REWARD = (
+    *("valid", "scores", "configured_scores", "token_level_scores", "added_rewards"),
+    *("finish_reason", "baseline_rewards"),
+)
 ADVANTAGE = (
     *("sample_index", "uid", "episode_id", "prompt_length", "response_length", "response_mask"),
     *("values", "old_log_probs", "ref_log_prob", "sum_pi_squared"),

@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ import torch
 from rlhub.agents.remote.actor_pool import ActorPool
 from rlhub.agents.remote.holders import Holders
 from rlhub.agents.remote.trajectory_store import WIDE, wide_names
-from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef, answer_of, row_of, rows_of, with_rows
+from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef, answer_of, row_of
 from rlhub.checkpoint.files import FileEntry, write_file
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.order import ResumableLoader
@@ -164,16 +164,8 @@ class StreamSource:
                 self.executor.give_back(groups)
 
     def _samples(self, groups: Sequence[Group], step: int) -> Samples:
-        """Returns the groups' samples; by reference, the training ranks have their tokens.  Raises HolderLostError.
-
-        Groups whose tools reward tokens come to the driver, which adds these rewards to the configured one.
-        """
-        by_reference = self.holders is not None
-        if self.holders is not None and any(
-            row.added_rewards for group in groups for sample in group.scored for row in rows_of(sample)
-        ):
-            groups, by_reference = self._on_loop(read_groups(self.holders, groups)), False
-        build = self._by_reference if by_reference else self._batch
+        """Returns the groups' samples; by reference, the training ranks have their tokens.  Raises HolderLostError."""
+        build = self._batch if self.holders is None else self._by_reference
         outcomes = [outcome for group in groups for outcome in self.outcomes.take(group)]
         batch = build(groups, outcomes, f"episodes-{step}", step)
         greedy = [
@@ -326,25 +318,6 @@ def _sample_states(executor: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield group["baseline"]
     for work in executor["begun"]:
         yield from (sample["trajectory"] for sample in work["samples"] if sample["trajectory"] is not None)
-
-
-async def read_groups(holders: Holders, groups: Sequence[Group]) -> list[Group]:
-    """Returns the groups with the tokens of their samples.  Raises HolderLostError."""
-    scored = [sample for group in groups for sample in group.scored]
-    rows = [row for sample in scored for row in rows_of(sample) if isinstance(row, TrajectoryRef)]
-    found = iter(await holders.read(rows))
-
-    def whole(sample: Sampled) -> Sampled:
-        return with_rows(sample, [next(found) if isinstance(row, TrajectoryRef) else row for row in rows_of(sample)])
-
-    return [
-        replace(
-            group,
-            trajectories=[whole(sample) for sample in group.trajectories],
-            baseline=None if group.baseline is None else whole(group.baseline),
-        )
-        for group in groups
-    ]
 
 
 def complete_rewards(groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None]) -> None:

@@ -5,22 +5,29 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhub.agents.remote.holders import lost_holder
 from rlhub.agents.remote.trajectory_store import TrajectoryStore
 from rlhub.agents.trajectory import Trajectory, TrajectoryRef
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
-from rlhub.protocol import BatchRef
+from rlhub.algorithms.estimation import token_rewards
+from rlhub.algorithms.statistics import HERE
+from rlhub.config.sections.algorithm import AlgorithmConfig
+from rlhub.protocol import Batch, BatchRef, DataProto
+from rlhub.rewards import RewardResult
 from rlhub.rollout_service.executor.episode_groups import Group
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, WorkerGroup, launch
+from rlhub.trainer.ppo.scoring import Scorer
+from rlhub.utils.timing import PhaseTimer
 from tests.support.episodes import executing, parts, prompts, trajectory
-from tests.support.kept_streams import BATCH, BRANCHES, FAILING, SAMPLES, Stream, streaming, trained_rows
+from tests.support.kept_streams import BATCH, BRANCHES, FAILING, SAMPLES, TOOLS, Stream, streaming, trained_rows
 from tests.support.row_workers import RowWorker
 
 STEPS = 4
@@ -114,6 +121,40 @@ def test_columns_of_episodes_are_the_same_by_reference(tmp_path: Path, ranks: Wo
     assert sorted(set(found[0]["episode_id"])) == list(range(BATCH * SAMPLES))
     compared = set(zip(found[0]["uid"], found[0]["ordinal"], [score > 0 for score in found[0]["scores"]], strict=True))
     assert len(compared) == len(set(found[0]["uid"])), "one group a prompt and name"
+
+
+def test_rewards_of_tools_are_the_same_by_reference(tmp_path: Path, ranks: WorkerGroup) -> None:
+    """Their tokens stay where they are: what is here is a number a row, and the ranks add the rewards to the score."""
+    found = []
+    for number, by_reference in enumerate((None, ranks)):
+        (tmp_path / f"{number}").mkdir()
+        with streaming(tmp_path / f"{number}", by_reference, name=TOOLS) as stream:
+            stream.settle()
+            stream.source.publish()
+            batch = stream.source.sample(stream.prompts, 1).batch
+            assert isinstance(batch, DataProto) or {"added_rewards"} <= batch.columns.keys()
+            Scorer(reward=Graded(), timers=PhaseTimer()).score_rows(batch)
+            columns = batch.fetch_all().batch if isinstance(batch, BatchRef) else batch.batch
+            rewards, _ = token_rewards(dict(columns.items()), columns["response_mask"], HERE, AlgorithmConfig(), 0.0)
+            found.append((rewards.tolist(), columns["scores"].tolist(), columns["tool_rewards"].tolist()))
+            if isinstance(batch, BatchRef):
+                batch.drop()
+    assert found[0] == found[1] and max(found[0][2]) > 1.0
+    for row, (rewards, score, tools) in enumerate(zip(*found[0], strict=True)):
+        assert sum(rewards) == pytest.approx(score) == pytest.approx(row + tools)
+
+
+class Graded:
+    """A reward that reads no column of tokens: each row's number."""
+
+    def __call__(self, batch: DataProto) -> RewardResult:
+        raise AssertionError("it is started")
+
+    def start(self, batch: Batch) -> Callable[[], RewardResult]:
+        scores = torch.arange(float(len(batch)))
+        return lambda: RewardResult(scores=scores, valid=torch.ones(len(batch), dtype=torch.bool), extra={}, metrics={})
+
+    def close(self) -> None: ...
 
 
 def test_what_comes_to_the_driver_does_not_grow_with_an_episode() -> None:

@@ -11,7 +11,7 @@ import torch
 from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
 from rlhub.engines.rollout.base import FINISH_CODES, Completion
 from rlhub.errors import WorkflowError
-from rlhub.rollout_service.executor.batches import ADDED, FailureLimit, add_rewards, episode_metrics, to_batch
+from rlhub.rollout_service.executor.batches import ADDED, TOOL_REWARDS, FailureLimit, episode_metrics, to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, mask_older
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.workers import generation
@@ -78,23 +78,22 @@ def test_rewards_become_the_columns_of_scoring() -> None:
     assert columns["reward/acc"].tolist() == [1.0, 0.0] and columns["reward/acc"].dtype == torch.float64
 
 
-def test_rewards_of_tools_are_added_to_the_configured_ones_once() -> None:
-    """Where samples have rewards of their own at once, elsewhere when they are scored; and masked tokens keep none of them."""
+def test_rewards_of_tools_are_columns_of_their_own_and_count_in_scores() -> None:
+    """Only a valid sample gets them; and masked tokens keep none of them."""
     one = group(0, (5,), completion(1, 2), completion(3, 4))
-    one.trajectories[0].added_rewards = [0.5, 0.0]
+    one.trajectories[0].added_rewards = [0.5, 0.25]
     columns = to_batch([one], pad_id=0).batch
-    assert columns[ADDED].tolist() == [[0.5, 0.0], [0.0, 0.0]] and "token_level_scores" not in columns.keys()
-    columns["token_level_scores"] = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
-    columns["scores"], columns["valid"] = torch.ones(2), torch.tensor([True, True])
-    for _ in range(2):
-        add_rewards(columns)
-        assert columns["token_level_scores"].tolist() == [[0.5, 1.0], [0.0, 1.0]] and columns["scores"].tolist() == [1.5, 1.0]
+    assert columns[ADDED].tolist() == [[0.5, 0.25], [0.0, 0.0]] and columns[TOOL_REWARDS].tolist() == [0.75, 0.0]
+    assert "token_level_scores" not in columns.keys()
     for trajectory in one.trajectories:
         trajectory.set_reward(2.0)
-    assert to_batch([one], pad_id=0).batch["token_level_scores"].tolist() == [[0.5, 2.0], [0.0, 2.0]]
+    columns = to_batch([one], pad_id=0).batch
+    assert columns["token_level_scores"].tolist() == [[0.0, 2.0], [0.0, 2.0]] and columns["scores"].tolist() == [2.75, 2.0]
+    one.valid = [False, True]
+    assert to_batch([one], pad_id=0).batch["scores"].tolist() == [2.0, 2.0]
     one.trajectories[0].versions = [0, 1]
     mask_older(one, 1)
-    assert one.trajectories[0].added_rewards == [0.0, 0.5]
+    assert one.trajectories[0].added_rewards == [0.0, 0.75]
 
 
 def test_what_others_wrote_is_not_the_policys() -> None:

@@ -224,7 +224,7 @@ def test_a_group_is_filtered_by_the_rewards_of_its_episodes(samples: list[Episod
     one = group(0, 1, 1)
     found = Group(item=one.item, trajectories=samples)
     scorer = Scorer(reward=manager(), timers=PhaseTimer(), metric="seq_reward")
-    keeps = SignalFilter(scorer, OutcomeStore(), pad_id=0, most=9)
+    keeps = SignalFilter(scorer, OutcomeStore(), most=9)
     assert keeps(found) is kept
 
 

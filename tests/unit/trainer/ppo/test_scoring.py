@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlhub.algorithms.estimation import reward_components
+from rlhub.algorithms.estimation import reward_components, token_rewards
+from rlhub.algorithms.statistics import HERE
+from rlhub.config.sections.algorithm import AlgorithmConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import RewardResult
@@ -53,11 +55,15 @@ EXTRA = {"correct": np.array([1.0, 0.0, 1.0]), "format": objects(True, 2, 0.5), 
 
 
 def test_rewards_of_tools_join_the_score_of_valid_samples() -> None:
+    """In numbers where scores are made, and on their tokens where advantages are."""
     rows = batch()
     rows.batch["added_rewards"] = torch.tensor([[0.5, 0.0], [0.25, 0.25], [0.0, 0.0]])
+    rows.batch["tool_rewards"] = rows.batch["added_rewards"].double().sum(1)
     Scorer(reward=CountingReward(result({}, valid=[True, False, True])), timers=PhaseTimer(), metric="score").score_rows(rows)
     assert rows.batch["scores"].tolist() == [1.5, 0.0, 0.5] == rows.batch["group_metric"].tolist()
-    assert rows.batch["token_level_scores"].tolist() == [[0.5, 1.0], [0.0, 0.0], [0.0, 0.5]]
+    assert "token_level_scores" not in rows.batch.keys()
+    rewards, _ = token_rewards(dict(rows.batch.items()), rows.batch["response_mask"], HERE, AlgorithmConfig(), 0.0)
+    assert rewards.tolist() == [[0.5, 1.0], [0.0, 0.0], [0.0, 0.5]]
 
 
 def test_rows_that_come_with_scores_keep_them() -> None:
