@@ -59,8 +59,23 @@ def problems(config: PPOConfig) -> list[str]:
             0 < env.val_scenes < ranks
         ),
         f"env.stages={env.stages} is more than env.num_envs={env.num_envs} of a rank": env.stages > env.num_envs,
+        **_self_referential(config),
     }
     return [*(f"{given}: {text}" for text, holds in refused.items() if holds), *_apart(config)]
+
+
+def _self_referential(config: PPOConfig) -> dict[str, bool]:
+    """Returns what forbids to compare failures with successes, and whether it does."""
+    env, samples = config.env, config.actor_rollout_ref.rollout.n
+    alone = samples == 1 and env.scenes == "seeds" and env.srpo.task == "scene"
+    given = "env.reward=srpo"
+    return {
+        f"{given} with env.srpo.encoder=vjepa2 needs the folder of a V-JEPA 2 model: set env.srpo.path": (
+            env.reward == "srpo" and env.srpo.encoder == "vjepa2" and not env.srpo.path
+        ),
+        f"{given} compares episodes of the same scene, but each has one and comes once: set {_ROLLOUT}.n above 1, "
+        "env.scenes=fixed or env.srpo.task=instruction": env.reward == "srpo" and alone,
+    }
 
 
 def _apart(config: PPOConfig) -> Iterator[str]:

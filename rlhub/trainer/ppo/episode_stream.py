@@ -36,7 +36,7 @@ from rlhub.trainer.ppo.embodied import EpisodeGenerator
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.stream_source import PromptLog
 from rlhub.trainer.ppo.sync_source import PROMPTS_IN_WORK, STREAMED
-from rlhub.trainer.ppo.worker_groups import TRAINING_MESH, WorkerGroups
+from rlhub.trainer.ppo.worker_groups import WorkerGroups
 from rlhub.utils.aio.loop_thread import LoopThread
 from rlhub.utils.timing import PhaseTimer
 
@@ -45,10 +45,11 @@ from rlhub.utils.timing import PhaseTimer
 class BatchAhead:
     """A batch that the rollout's ranks have begun.
 
-    ordinals: of its scenes.  position: the loader's state before it.  version: of the policy that acts in it.  rows: returns its
-    rows on the ranks that train; None while its episodes run.
+    step: the one that trains it.  ordinals: of its scenes.  position: the loader's state before it.  version: of the policy that
+    acts in it.  rows: returns its rows on the ranks that train; None while its episodes run.
     """
 
+    step: int
     ordinals: list[int]
     position: dict[str, Any]
     version: int
@@ -111,7 +112,7 @@ class EpisodeStream:
             current = self._ahead.popleft()
         self._wait_for(lambda: self._is_busy or self._is_too_old or self._is_over)  # the next one begins before the next weights
         assert current.rows is not None, "waited for above"
-        batch = current.rows()
+        batch = self.generator.rewarded(current.rows())
         if self._bound:
             batch.meta_info["policy_version"] = self.policy_version
         self._trains = current.ordinals
@@ -147,7 +148,7 @@ class EpisodeStream:
         while (begun := self._begin(scenes)) is not None:
             batch, asked = begun
             over = self.generator.submit(asked, batch.version if self._bound else None)()
-            rows = self._put(over)
+            rows = self._put(over, batch.step)
             with self._changed:
                 batch.rows = rows
                 self._changed.notify_all()
@@ -160,19 +161,18 @@ class EpisodeStream:
                 return None
             position = self.loader.state()
             asked = next(scenes)
-            batch = BatchAhead(ordinals=asked.batch["ordinal"].tolist(), position=position, version=self._published)
+            ordinals = asked.batch["ordinal"].tolist()
+            batch = BatchAhead(step=self._next, ordinals=ordinals, position=position, version=self._published)
             self._ahead.append(batch)
             self._next += 1
             self._changed.notify_all()
             return batch, asked
 
-    def _put(self, batch: Batch) -> Callable[[], Batch]:
+    def _put(self, batch: Batch, step: int) -> Callable[[], Batch]:
         """Lets the rollout's ranks give the rows away, where they train elsewhere; returns what gets them there."""
         if not self._bound or not isinstance(batch, BatchRef):
             return lambda: batch
-        rows = self.groups.actor.begin_receive(batch, TRAINING_MESH)
-        batch.drop()
-        return rows
+        return self.groups.dealing(self.config).begin_receive(self.groups.actor, batch, step)
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         """Waits for the thread.  Raises what it failed with."""
@@ -207,8 +207,8 @@ class EpisodeStream:
         self.log.ended(self._trains, Phase.TRAINED, "")
 
     def save(self, folder: Path) -> list[FileEntry]:
-        """Writes nothing: everything is in `state`."""
-        return []
+        """Writes what the generator has to remember."""
+        return self.generator.save(folder)
 
     def state(self) -> dict[str, Any]:
         """Returns the loader's state before the first scene that has not trained."""
@@ -222,4 +222,5 @@ class EpisodeStream:
             raise CheckpointError(PROMPTS_IN_WORK)
         self.loader.load_state(state["loader"])
         self.policy_version = state["policy_version"]
+        self.generator.load(folder)
         self.log.load_state({"next_ordinal": state["loader"]["consumed"], "open": []})

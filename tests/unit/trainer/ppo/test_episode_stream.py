@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import CheckpointError, WorkerDiedError
 from rlhub.protocol import DataProto
@@ -35,6 +36,7 @@ class FakeRun:
         config.trainer.max_staleness = max_staleness
         config.trainer.pipeline_depth = max_staleness if depth is None else depth
         self.asked: list[tuple[Any, ...]] = []
+        self.rewards: list[int] = []
         self.weights = self.generator = self
         self.slow, self.over = slow, Semaphore(0)
         self.broken: Exception | None = None
@@ -66,6 +68,16 @@ class FakeRun:
             return DataProto.from_dict({"ordinal": scenes.batch["ordinal"]})
 
         return wait
+
+    def rewarded(self, calls: DataProto) -> DataProto:
+        self.rewards.append(int(calls.batch["ordinal"][0]) // SCENES)
+        return calls
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        return []
+
+    def load(self, folder: Path) -> None:
+        self.loaded = folder
 
     def metrics(self, batch: DataProto) -> dict[str, float]:
         return {"rollout/success": 1.0}
@@ -166,6 +178,20 @@ def test_validation_gets_the_newest_weights_and_the_ranks(tmp_path: Path) -> Non
     assert len(run.stream._ahead) == 3, "no further batch begins before the next publication"
     assert run.staleness(2) == 1, "the batches ahead are as old as they were"
     assert len(run.stream._ahead) == 3
+
+
+def test_a_batch_is_rewarded_when_it_trains_and_not_when_its_episodes_are_over(tmp_path: Path) -> None:
+    """Otherwise a checkpoint would have its successes, and the run that resumes from it would have them twice."""
+    run = FakeRun(tmp_path, 3)
+    run.step(1)
+    run.stream.refresh()
+    assert [entry for entry in run.asked if entry[0] == "over"] == [("over", number) for number in range(4)] and run.rewards == [
+        0
+    ]
+    run.step(2)
+    assert run.rewards == [0, 1]
+    run.stream.load_state(run.stream.state(), tmp_path)
+    assert run.loaded == tmp_path
 
 
 def test_what_episodes_fail_with_is_raised_where_they_are_waited_for(tmp_path: Path) -> None:
