@@ -14,6 +14,7 @@ ENVIRONMENTS.add_lazy("guess_number", "rlhub.envs.games:GuessNumber")
 ENVIRONMENTS.add_lazy("grid_walk", "rlhub.envs.games:GridWalk")
 ENVIRONMENTS.add_lazy("gymnasium", "rlhub.envs.gymnasium:GymnasiumEnvironment")
 ENVIRONMENTS.add_lazy("gymnasium_vector", "rlhub.envs.gymnasium:GymnasiumSimulator")
+ENVIRONMENTS.add_lazy("maniskill", "rlhub.envs.vector.maniskill:ManiSkillSimulator")
 ENVIRONMENTS.add_lazy("reach_color", "rlhub.envs.vector.reach_color:ReachColor")
 
 

@@ -34,7 +34,7 @@ from rlhub.utils.children.wire import decode, encode
 HERE = os.path.abspath(__file__)
 NUM_ENVS, PROCESSES, SIZE, CHUNK = 16, 4, 224, 8
 SLEEPERS, SLEEP_S, MANY = 64, 0.01, 8
-WAITING, WAITERS, WAIT_S, ACTIONS, WAVES = 64, 32, 0.005, 8, 2
+WAITING, WAITERS, WAIT_S, ACTIONS, WAVES, CAMERAS = 64, 32, 0.005, 8, 2, ("left", "top", "right")
 
 
 class Filled:
@@ -70,12 +70,13 @@ class Filled:
 
 
 class Waiting(Filled):
-    """A simulator with one camera, whose episodes have a few actions that wait."""
+    """A simulator whose episodes have a few actions that wait.  It has so many cameras that the policy takes about as long as the
+    waits: stages can hide no more than the shorter of the two."""
 
     def __init__(self) -> None:
         super().__init__(sleep_s=WAIT_S)
         size, bounds = 32, {"low": (-1.0,) * 2, "high": (1.0,) * 2, "action_dim": 2}
-        self.spec = VectorSpec(cameras=("top",), height=size, width=size, chunk=2, max_steps=ACTIONS, language=True, **bounds)
+        self.spec = VectorSpec(cameras=CAMERAS, height=size, width=size, chunk=2, max_steps=ACTIONS, language=True, **bounds)
 
     def reset(self, seed: int, initial: int | None) -> str:
         return "reach red"

@@ -179,8 +179,8 @@ def expert_problems(values: Mapping[str, Any], *, where: str) -> list[str]:
     """
     if values.get("vision_config"):
         return [
-            f"{where}: the model reads images; vLLM samples no action tokens at their places in one pass, and the vision weights "
-            f"that it fuses could not be checked after a sync; set {where.partition('=')[0]}=hf"
+            f"{where}: the model reads images; vLLM samples no action tokens at their places in one pass, has no head for a "
+            f"policy's values, and fuses vision weights, which no check after a sync could read; set {where.partition('=')[0]}=hf"
         ]
     count = next((int(values[name]) for name in NUM_EXPERTS if values.get(name)), 1)
     if count == 1:

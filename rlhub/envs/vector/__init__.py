@@ -6,6 +6,7 @@ segment.py      the memory that a manager shares with a child, and the child's s
 manager.py      EnvManager: the same interface over killable child processes
 check.py        check_vector_env, the conformance suite that every environment passes
 reach_color.py  a hand that must touch the target whose colour the instruction names (MuJoCo)
+maniskill.py    tasks of ManiSkill, in a Python of their own
 
 The interface, for a process that owns environments (N environments, chunks of C actions of A numbers, K cameras of H x W pixels,
 states of D numbers):

@@ -65,9 +65,14 @@ def megatron_problems(
     world_size: the number of ranks that train the model.
     where: the configuration section that `megatron` was read from.
     """
-    if values.get("model_type") not in MODEL_TYPES or values.get("vision_config"):
-        kind = "that read images" if values.get("vision_config") else f"of type {values.get('model_type')!r}"
-        return [f"strategy=megatron does not know models {kind}; known: {', '.join(MODEL_TYPES)}. Use strategy=fsdp2"]
+    known = f"known: {', '.join(MODEL_TYPES)}. Use strategy=fsdp2"
+    if values.get("vision_config"):
+        return [
+            "strategy=megatron does not know models that read images: it has no vision part, no pass that decodes all action "
+            f"tokens at their places, and no head for a policy's own values; {known}"
+        ]
+    if values.get("model_type") not in MODEL_TYPES:
+        return [f"strategy=megatron does not know models of type {values.get('model_type')!r}; {known}"]
     found = [*_layout_problems(values, megatron, world_size), *_architecture_problems(values)]
     found += [
         f"override_transformer_config.{name} follows from other settings; set {where}.{DERIVED[name]} instead"

@@ -228,6 +228,61 @@ def test_a_policy_chooses_while_the_other_stage_is_simulated() -> None:
 # --- the numbers of a call ---------------------------------------------------------------------------------------------------
 
 
+class Waiting(Here):
+    """Environments whose chunks take 20 ms of a clock that only waits and the policy move."""
+
+    now_ms = 0.0
+
+    def submit_chunk(self, actions: np.ndarray) -> Any:
+        return Late(super().submit_chunk(actions), Waiting.now_ms + 20.0)
+
+
+@dataclass
+class Late:
+    """A future whose result is there at a time."""
+
+    inner: Answered
+    ready_ms: float
+
+    def result(self) -> Any:
+        Waiting.now_ms = max(Waiting.now_ms, self.ready_ms)
+        return self.inner.result()
+
+
+@dataclass
+class Slow(Engine):
+    """A policy of 1 ms a picture."""
+
+    def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
+        Waiting.now_ms += 1.0 * len(requests)
+        return super().generate(requests, params)
+
+
+class InTurns(EpisodeRunner):
+    """Broken: a stage is waited for before the other one is asked."""
+
+    def _request(self, episode: Any) -> GenerationRequest:
+        for other in self.stages:
+            if other._chunk is not None:
+                other._chunk.result()
+        return super()._request(episode)
+
+
+def run_ms(stages: int, kind: type[EpisodeRunner] = EpisodeRunner) -> float:
+    """The time of 160 episodes in 20 environments, in waves."""
+    Waiting.now_ms = 0.0
+    config = EnvConfig(name=NAME, num_envs=20, stages=stages)
+    kind(Slow(), config, WITH_VALUES, Words(), Waiting).run(starts(80), SAMPLING)  # type: ignore[arg-type]
+    return Waiting.now_ms
+
+
+def test_two_stages_hide_the_policy_behind_the_waits() -> None:
+    """A call of all takes 20 ms and 20 ms, one of a half 10 ms and 20 ms: 30 ms instead of 40."""
+    one, two = run_ms(1), run_ms(2)
+    assert 0.6 < two / one <= 0.8, (one, two)
+    assert run_ms(2, InTurns) / one > 0.95
+
+
 def test_actions_after_the_end_are_neither_executed_nor_trained() -> None:
     calls = runner().run(starts(7, samples=1, fixed=True), SAMPLING)
     for scene in range(7):
