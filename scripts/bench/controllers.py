@@ -49,7 +49,7 @@ from rlhub.protocol import BatchRef, ColumnStore, DataProto, Retain
 from rlhub.protocol.columns import take_rows
 from rlhub.protocol.exchange import pack, plan_exchange, unpack
 from rlhub.protocol.layout import Layout
-from rlhub.trainer.ppo.step import arrange, deal, mini_batch_ids
+from rlhub.trainer.ppo.dealing import arrange, deal, mini_batch_ids
 
 ROWS_PER_RANK, PROMPT, RESPONSE, SAMPLES = 16, 512, 512, 8
 MINI_BATCHES = 4

@@ -7,11 +7,16 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from rlhub.protocol.layout import Layout
 from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, WorkerGroup, launch
-from tests.support.kept_streams import BATCH, SAMPLES, Stream, streaming, trained_rows
+from rlhub.trainer.ppo.dealing import Dealing
+from rlhub.trainer.ppo.offline_source import ReplaySource, batch_file, record
+from tests.support.kept_streams import BATCH, SAMPLES, Stream, rows_of, streaming, trained_rows
 from tests.support.row_workers import RowWorker
 
 STEPS = 4
@@ -46,6 +51,32 @@ def test_a_run_goes_on_without_a_killed_process_and_from_a_checkpoint(tmp_path: 
     ordinals = {row["ordinal"] for row in ended if row["end"] == "trained"}
     assert len(ordinals) == STEPS * BATCH
     assert sorted(trained) == [row for row in expected if row[0] in ordinals]
+
+
+@pytest.mark.parametrize("replayed", [False, True], ids=["from episode actors", "from files"])
+@pytest.mark.parametrize("dealt", [True, False], ids=["to where they train", "in equal parts"])
+def test_rows_go_to_the_ranks_that_train_them_at_once(tmp_path: Path, ranks: WorkerGroup, dealt: bool, replayed: bool) -> None:
+    """The step that deals them finds nothing to move; in the order of sampling it would."""
+    expected = trained_rows(tmp_path / "driver", 1)[0]
+    with streaming(tmp_path, ranks, backend="ray") as stream:
+        dealing = stream.source.dealing
+        assert dealing is not None
+        stream.source.publish()
+        if not dealt:
+            stream.source.dealing = Dealing(config=dealing.config, num_ranks=1)
+        batch = stream.source.sample(stream.prompts, 1).batch
+        if replayed:
+            record(batch, batch_file(tmp_path, 1))
+            loader: Any = SimpleNamespace(state=dict)
+            batch.drop()
+            batch = ReplaySource(tmp_path, loader, ranks, stream.source.dealing).sample(iter(()), 1).batch
+        assert rows_of(batch) == expected
+        dealing(batch, 1)
+        assert batch.layout.same(Layout.even(len(batch), len(ranks.workers))) == dealt
+        if dealt:
+            assert ranks.exchange(batch, "actor") is batch
+        batch.drop()
+    assert set(ranks.stored_bytes()) == {0}
 
 
 def kill(stream: Stream) -> None:

@@ -25,6 +25,7 @@ from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.single_controller import WorkerGroup
 from rlhub.single_controller.resources import Backend
+from rlhub.trainer.ppo.dealing import Dealing
 from rlhub.trainer.ppo.episode_scoring import OutcomeStore
 from rlhub.trainer.ppo.stream_source import PromptLog, StreamSource
 from rlhub.utils.timing import PhaseTimer
@@ -168,6 +169,7 @@ def streaming(
     """ranks: those that train; None: trainer.batches=driver."""
     config, engine, log = PPOConfig(), policy or Seeded(), PromptLog(folder / "prompts.jsonl")
     config.data.train_batch_size, config.trainer.max_staleness = BATCH, max_staleness
+    config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.actor.ppo_mini_batch_size = SAMPLES, BATCH // 2
     staleness, ledger = StalenessManager(batch=BATCH, max_staleness=max_staleness), PromptLedger(on_end=log.ended)
     settings = EpisodeActorSettings(
         tokenizer=make_tokenizer, samplings={"training": SAMPLING}, max_prompt_length=8, max_response_length=16, vocab_size=100
@@ -195,6 +197,7 @@ def streaming(
             timers=PhaseTimer(),
             holders=holders,
             ranks=ranks,
+            dealing=Dealing.between(config, ranks, None) if ranks is not None else None,
         )
         stream = Stream(source, holders, pool, source.loader.endless())
         take = executor.next_groups

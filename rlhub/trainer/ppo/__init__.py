@@ -1,6 +1,7 @@
 """Reinforcement learning of a policy: the control flow on the driver, which owns no device.
 
   step.py               one training step, the same for every schedule: read this first
+  dealing.py            its mini-batches, and the rank that trains each row
   graph_step.py         the same as the graph of a pipeline, whose nodes a user may replace
   plan.py               the graph before anything starts: built, checked, and described for --dry-run
   trainer.py            the fit loop around it (resume, validate, save, log), and how it is built from a configuration

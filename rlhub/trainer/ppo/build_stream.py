@@ -157,6 +157,7 @@ def build_stream(
         timers=run.timers,
         holders=episodes.holders,
         ranks=groups.actor,
+        dealing=groups.dealing(config),
         actor_pools=[found for found in (episodes.episode_actors, episodes.environments) if found is not None],
     )
     samples = episodes.validation_samples()

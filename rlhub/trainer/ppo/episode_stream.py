@@ -28,7 +28,7 @@ from rlhub.trainer.ppo.embodied import EpisodeGenerator
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.stream_source import PromptLog
 from rlhub.trainer.ppo.sync_source import PROMPTS_IN_WORK, STREAMED
-from rlhub.trainer.ppo.worker_groups import TRAINING_MESH, WorkerGroups
+from rlhub.trainer.ppo.worker_groups import WorkerGroups
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -83,7 +83,7 @@ class EpisodeStream:
         batch, current, self._ahead = self._episodes_over(), self._ahead, None
         assert batch is not None, "begun above, if not a step ago"
         if self._bound:
-            batch = self._moved(batch)
+            batch = self._moved(batch, step)
             batch.meta_info["policy_version"] = self.policy_version
             if step < self.last_step:
                 self._ahead = self._begin(prompts)
@@ -115,13 +115,11 @@ class EpisodeStream:
             wait=self.generator.submit(batch, self._published if self._bound else None),
         )
 
-    def _moved(self, batch: Batch) -> Batch:
+    def _moved(self, batch: Batch, step: int) -> Batch:
         """Returns the rows where they train: by reference, the rollout's ranks forget them."""
         if not isinstance(batch, BatchRef):
             return batch
-        moved = self.groups.actor.receive(batch, TRAINING_MESH)
-        batch.drop()
-        return moved
+        return self.groups.dealing(self.config).receive(self.groups.actor, batch, step)
 
     def select(self, samples: Samples) -> Batch:
         """Returns all samples."""

@@ -48,17 +48,18 @@ class GraphStep(StepParts):
         usual = {"actor": self.actor, "reference": self.reference, "critic": self.critic}
         return usual.get(role, self.roles.get(role))
 
-    def own_shards(self) -> list[int]:
-        """Returns the data-parallel sizes of the pipeline's own roles that it trains."""
-        trained = [node for node in self.graph.nodes if node.trains in self.graph.roles and ":" not in node.run]
-        return [getattr(self.roles[node.on], node.run).num_shards for node in trained]
-
     def __call__(self, step: int, prompts: Iterator[DataProto]) -> dict[str, float]:
         in_order = self.config.trainer.controller == "multi"
         result = Executor(self.graph, StepCalls(self, prompts), self.config, in_order=in_order)(step)
         trains_policy = "update_actor" in result.timings
         metrics = {"mismatch/masked_share": 0.0} if trains_policy and not self.needs.staleness else {}
         return metrics | graph_metrics(result) | self.end(result.batch)
+
+
+def own_shards(graph: TaskGraph, roles: Mapping[str, WorkerGroup]) -> list[int]:
+    """Returns the data-parallel sizes of the pipeline's own roles that it trains."""
+    trained = [node for node in graph.nodes if node.trains in graph.roles and ":" not in node.run]
+    return [getattr(roles[node.on], node.run).num_shards for node in trained]
 
 
 @dataclass(slots=True)
@@ -119,7 +120,7 @@ class StepCalls:
 
     def _balance(self, node: Node, batch: Batch) -> Output:
         """Returns the rows where they train, as the plain step does."""
-        rows = self.parts.deal_rows(batch, batch.meta_info[STEP], self.parts.own_shards())
+        rows = self.parts.deal_rows(batch, batch.meta_info[STEP])
         rows.batch["row_order"] = rows.batch["sample_index"].clone()
         self.dealt = True
         return self.parts.actor.add_columns(rows) if isinstance(rows, BatchRef) else rows

@@ -30,9 +30,9 @@ from rlhub.protocol.sequences import with_padding
 from rlhub.rollout_service.executor.batches import episode_metrics, to_batch
 from rlhub.rollout_service.trajectory_files import TrajectoryReader
 from rlhub.single_controller import WorkerGroup
+from rlhub.trainer.ppo.dealing import Dealing
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.step import SampleSource
-from rlhub.trainer.ppo.worker_groups import TRAINING_MESH
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
 from rlhub.utils.timing import PhaseTimer
 
@@ -166,8 +166,8 @@ class Recorded:
         order = np.argsort(np.concatenate([rows for _, rows in self.parts]), kind="stable")
         return DataProto.from_dict(with_padding(rows.select_idxs(order).tensors())).union(self.small)
 
-    def on(self, ranks: WorkerGroup, key: str) -> Batch:
-        """Returns the batch by reference, whose columns the ranks read from the files."""
+    def on(self, ranks: WorkerGroup, dealing: Dealing, step: int) -> Batch:
+        """Returns the batch of a step by reference, whose columns the ranks that will train them read from the files."""
         if not self.parts:
             return self.small
         file_of = np.empty(len(self.small), dtype=np.int64)
@@ -180,7 +180,7 @@ class Recorded:
             pairs = zip(self.parts, hits, strict=True)
             return [(FileRows(path.absolute(), place[chosen[hit]]), hit) for (path, _), hit in pairs if len(hit)]
 
-        return ranks.collect(self.small, self.columns, sources, TRAINING_MESH, key)
+        return dealing.collect(ranks, self.small, self.columns, sources, f"replay-{step}", step)
 
 
 @dataclass(slots=True)
@@ -232,12 +232,13 @@ class RecordingSource:
 class ReplaySource:
     """Is the SampleSource of the recorded batches of a folder.  No prompts are drawn: the loader stays where it is.
 
-    ranks: those that train, which read the columns of tokens; None: this process reads them.
+    ranks: those that train, which read the columns of tokens, as the dealing deals them; None: this process reads them.
     """
 
     folder: Path
     loader: ResumableLoader
     ranks: WorkerGroup | None = None
+    dealing: Dealing | None = None
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
 
@@ -253,7 +254,10 @@ class ReplaySource:
                 "others: set trainer.total_training_steps to as many, or name the folder of another run"
             )
         recorded = Recorded.read(path)
-        return Samples(batch=recorded.whole() if self.ranks is None else recorded.on(self.ranks, f"replay-{step}"))
+        if self.ranks is None:
+            return Samples(batch=recorded.whole())
+        assert self.dealing is not None, "built with both"
+        return Samples(batch=recorded.on(self.ranks, self.dealing, step))
 
     def select(self, samples: Samples) -> Batch:
         """Returns the batch as it was recorded."""

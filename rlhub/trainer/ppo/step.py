@@ -7,7 +7,7 @@ business of a SampleSource: no algorithm, backend or environment is named here. 
 dispatched; saving, validation and logging belong to the loop around the step (trainer.py).
 
 The rows of each optimizer step are fixed by the order in which prompts were drawn (or a shuffle seeded by the step), never by
-the number of ranks.  A mini-batch has as many episodes as configured, with all of their rows.  Within it `arrange` deals rows to
+the number of ranks.  A mini-batch has as many episodes as configured, with all of their rows.  Within it dealing.py deals rows to
 the ranks by length, so that every rank has about the same number of tokens, and reorders the batch until each rank's part is
 contiguous, which is what workers receive.
 
@@ -17,17 +17,13 @@ as they were drawn, so that what the ranks compute of the whole batch does not d
 
 from __future__ import annotations
 
-import itertools
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from rlhub.algorithms.inputs import COMPONENT
 from rlhub.algorithms.kl import KLController, build_kl_controller
@@ -35,10 +31,10 @@ from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.single_controller import WorkerGroup
+from rlhub.trainer.ppo.dealing import Dealing
 from rlhub.trainer.ppo.metrics import MismatchBound, mean_metrics, mismatch_bound, row_lengths, timing_per_token
-from rlhub.trainer.ppo.requirements import Requirements, num_mini_batches, requirements
+from rlhub.trainer.ppo.requirements import Requirements, requirements
 from rlhub.trainer.ppo.scoring import Samples, Scorer, Scoring, add_scores
-from rlhub.utils.balance import partition
 from rlhub.utils.timing import PhaseTimer
 
 
@@ -56,6 +52,7 @@ class StepParts(ABC):
     actor: WorkerGroup
     reference: WorkerGroup
     critic: WorkerGroup | None
+    dealing: Dealing
     timers: PhaseTimer
     needs: Requirements = field(init=False)
     mismatch: MismatchBound = field(init=False)
@@ -99,30 +96,12 @@ class StepParts(ABC):
         num_tokens, num_response_tokens = row_lengths(batch).sum().item(), batch.batch["response_length"].sum().item()
         return timing_per_token(self.timers.so_far(), num_tokens, num_response_tokens)
 
-    def _rows_per_mini_batch(self, batch: Batch) -> int:
-        """Returns the rows of an optimizer step; of episodes, which have as many rows as calls, an equal part of the batch."""
-        if "episode" in names_of(batch):
-            return -(-len(batch) // num_mini_batches(self.config))
-        return self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-
-    def deal_rows(self, batch: Batch, step: int, shards: Iterable[int] = ()) -> Batch:
-        """Fixes the mini-batches, and deals their rows to the ranks so that each rank of actor and critic has a part of each, and
-        so has each of as many others as `shards` says.
+    def deal_rows(self, batch: Batch, step: int) -> Batch:
+        """Fixes the mini-batches, and deals their rows to the ranks so that each rank that trains has a part of each.
 
         Returns the batch: by reference, the rows are with their ranks now.
         """
-        actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
-        critic_ranks = self.critic.mesh("critic").dp_size if self.critic is not None else 1
-        arrange(
-            batch,
-            rows_per_mini_batch=self._rows_per_mini_batch(batch),
-            num_ranks=math.lcm(self.actor.mesh("actor").dp_size, critic_ranks, *shards),
-            balance=self.config.trainer.balance_batch,
-            shuffle_seed=self.config.trainer.seed * 1_000_003 + step if actor.shuffle else None,
-            critic_rows_per_mini_batch=(self.config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size) * num_samples
-            if self.critic is not None
-            else None,
-        )
+        self.dealing(batch, step)
         if self.config.trainer.batches == "driver":
             return batch
         if isinstance(batch, BatchRef):
@@ -339,80 +318,3 @@ def count(batch: Batch, column: str) -> int:
 def number_samples(batch: Batch) -> None:
     """Adds `sample_index` (rows,) int64, the samples' numbers as they were drawn: before rows are dealt to the ranks."""
     batch.batch["sample_index"] = torch.arange(len(batch))
-
-
-def arrange(
-    batch: Batch,
-    *,
-    rows_per_mini_batch: int,
-    num_ranks: int,
-    balance: bool,
-    shuffle_seed: int | None = None,
-    critic_rows_per_mini_batch: int | None = None,
-) -> Batch:
-    """Reorders `batch` in place so that part r of `chunk(num_ranks)` is what rank r should hold; adds column `mini_batch`
-    and, where its size is given, `critic_mini_batch`.
-
-    batch: needs `prompt_length` and `response_length` (rows,), or `attention_mask` (rows, prompt + response); `episode_id`
-    (rows,), from 0, where samples have several rows, which count as one in the size of a mini-batch.  Returns it.
-    """
-    samples = batch.batch["episode_id"] if "episode_id" in batch.batch.keys() else torch.arange(len(batch))
-    num_samples = int(samples.max()) + 1
-    ids = mini_batch_ids(num_samples, rows_per_mini_batch, shuffle_seed)[samples]
-    batch.batch["mini_batch"] = ids
-    if critic_rows_per_mini_batch is not None:
-        critic_ids = mini_batch_ids(num_samples, critic_rows_per_mini_batch, shuffle_seed)
-        batch.batch["critic_mini_batch"] = critic_ids[samples]
-    if num_ranks > 1:
-        batch.reorder(deal(row_lengths(batch).tolist(), ids, num_ranks, balance=balance))
-    return batch
-
-
-def deal(lengths: Sequence[int], ids: Tensor, num_ranks: int, *, balance: bool) -> Tensor:
-    """Returns the order of rows (rows,) in which part r of `chunk(num_ranks)` is what rank r should hold.
-
-    lengths: tokens of each row.  ids: (rows,) the mini-batch of each, from 0.
-    """
-    tokens, owners = np.asarray(lengths), ids.numpy()
-    members = [np.flatnonzero(owners == index) for index in range(int(owners.max()) + 1)]
-    plan = capacities_of([len(rows) for rows in members], num_ranks)
-    dealt, ranks, loads = [], [], np.zeros(num_ranks, dtype=np.int64)
-    for rows, capacities in zip(members, plan, strict=True):
-        costs = tokens[rows] if balance else np.ones(len(rows), dtype=np.int64)
-        parts = partition(costs, num_ranks, capacities=capacities, loads=loads)
-        chosen = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64, count=len(rows))
-        dealt.append(rows[chosen])
-        ranks.append(np.repeat(np.arange(num_ranks), [len(part) for part in parts]))
-        np.add.at(loads, ranks[-1], costs[chosen])
-    order = np.argsort(np.concatenate(ranks), kind="stable")
-    return torch.from_numpy(np.concatenate(dealt)[order])
-
-
-def mini_batch_ids(num_samples: int, samples_per_mini_batch: int, shuffle_seed: int | None) -> Tensor:
-    """Returns the optimizer step that each sample belongs to, (samples,) int64."""
-    ids = torch.arange(num_samples) // samples_per_mini_batch
-    if shuffle_seed is None:
-        return ids
-    return ids[torch.randperm(num_samples, generator=torch.Generator().manual_seed(shuffle_seed))]
-
-
-def capacities_of(mini_batch_sizes: list[int], num_ranks: int) -> list[list[int]]:
-    """Returns the rows of each mini-batch on each rank: as even as possible, and summing over mini-batches to `part_sizes`."""
-    targets = part_sizes(sum(mini_batch_sizes), num_ranks)
-    plan = []
-    for size in mini_batch_sizes:
-        row = [size // num_ranks] * num_ranks
-        plan.append(row)
-        targets = [target - given for target, given in zip(targets, row, strict=True)]
-    for row, size in zip(plan, mini_batch_sizes, strict=True):
-        for _ in range(size % num_ranks):
-            rank = max(range(num_ranks), key=lambda r: (targets[r], -r))
-            row[rank] += 1
-            targets[rank] -= 1
-    return plan
-
-
-def part_sizes(num_rows: int, num_parts: int) -> list[int]:
-    """Returns the sizes of `DataProto.chunk`: they differ by at most one, larger ones first."""
-    base, more = divmod(num_rows, num_parts)
-    return [base + (part < more) for part in range(num_parts)]

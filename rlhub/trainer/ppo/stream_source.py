@@ -51,11 +51,11 @@ from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.executor.executor import WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import Phase
 from rlhub.single_controller import WorkerGroup
+from rlhub.trainer.ppo.dealing import TRAINING_MESH, Dealing
 from rlhub.trainer.ppo.episode_scoring import OutcomeStore
 from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.sync_source import STREAMED
-from rlhub.trainer.ppo.worker_groups import TRAINING_MESH
 from rlhub.utils.atomic import write_bytes
 from rlhub.utils.timing import PhaseTimer
 
@@ -73,7 +73,8 @@ class StreamSource:
     """Is the SampleSource of the asynchronous schedules.
 
     outcomes: what the reward function returned for each finished group.  holders: keep the tokens of finished groups; None: the
-    executor has them.  actor_pools: their metrics are reported too.
+    executor has them.  ranks: those that train, to which the dealing deals the rows.  actor_pools: report
+    metrics of their own too.
     """
 
     config: PPOConfig
@@ -86,6 +87,7 @@ class StreamSource:
     timers: PhaseTimer
     holders: Holders | None = None
     ranks: WorkerGroup | None = None
+    dealing: Dealing | None = None
     actor_pools: Sequence[ActorPool] = ()
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
@@ -172,22 +174,28 @@ class StreamSource:
         ):
             groups, by_reference = self._on_loop(read_groups(self.holders, groups)), False
         build = self._by_reference if by_reference else self._batch
-        batch = build(groups, [outcome for group in groups for outcome in self.outcomes.take(group)], f"episodes-{step}")
+        outcomes = [outcome for group in groups for outcome in self.outcomes.take(group)]
+        batch = build(groups, outcomes, f"episodes-{step}", step)
         greedy = [
             Group(item=group.item, trajectories=[answer_of(group.baseline)]) for group in groups if group.baseline is not None
         ]
         if not greedy:
             return Samples(batch=batch)
-        outcomes = [self.outcomes.take_baseline(group) for group in groups]
-        return Samples(batch=batch, greedy=build(greedy, outcomes, f"greedy-{step}"))
+        judged = [self.outcomes.take_baseline(group) for group in groups]
+        return Samples(batch=batch, greedy=build(greedy, judged, f"greedy-{step}"))
 
-    def _batch(self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None], key: str) -> Batch:
+    def _batch(
+        self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None], key: str, step: int | None = None
+    ) -> Batch:
         complete_rewards(groups, outcomes)
         batch = to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size)
         return self._with_outcomes(batch, of_rows(groups, outcomes))
 
-    def _by_reference(self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None], key: str) -> Batch:
-        """Lets the training ranks get the tokens from the processes that keep them."""
+    def _by_reference(
+        self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None], key: str, step: int | None = None
+    ) -> Batch:
+        """Lets the training ranks get the tokens from the processes that keep them.  step: where they will train in that step;
+        None: equal parts in the order of the rows."""
         holders, ranks = self.holders, self.ranks
         assert holders is not None and ranks is not None, "built with both"
         complete_rewards(groups, outcomes)
@@ -200,7 +208,9 @@ class StreamSource:
         numbers = row_columns(groups) | score_rows(groups)
         small = self._with_outcomes(DataProto.from_dict(numbers, prompt_columns(groups)), of_rows(groups, outcomes))
         columns = {name: ColumnInfo(WIDE[name], (), ragged=True) for name in names}
-        return ranks.collect(small, columns, sources, TRAINING_MESH, key)
+        if self.dealing is None or step is None:
+            return ranks.collect(small, columns, sources, TRAINING_MESH, key)
+        return self.dealing.collect(ranks, small, columns, sources, key, step)
 
     def _with_outcomes(self, batch: DataProto, outcomes: Sequence[RewardOutcome | None]) -> DataProto:
         batch.non_tensor_batch[OUTCOMES] = object_array(outcomes)

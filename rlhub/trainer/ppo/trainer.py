@@ -31,7 +31,7 @@ from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.build_stream import build_evaluation_samples, build_stream
 from rlhub.trainer.ppo.embodied import EpisodeGenerator, EpisodeValidator, place_simulators, scene_loader, validation_scenes
 from rlhub.trainer.ppo.episode_stream import EpisodeStream
-from rlhub.trainer.ppo.graph_step import GraphStep
+from rlhub.trainer.ppo.graph_step import GraphStep, own_shards
 from rlhub.trainer.ppo.offline_source import RECORDINGS, RecordingSource, ReplaySource, build_collected
 from rlhub.trainer.ppo.plan import step_graph
 from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
@@ -150,7 +150,8 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
     launched = stack.enter_context(start_workers(config, data.total_steps, run))
     graph = step_graph(config)
     trained = {node.trains for node in graph.nodes} & graph.roles.keys() if graph is not None else set()
-    reward, groups = parts.manager(launched.groups), groups_of(launched.groups, sorted(trained))
+    shards = own_shards(graph, launched.groups) if graph is not None else []
+    reward, groups = parts.manager(launched.groups), groups_of(launched.groups, sorted(trained), shards)
     place_simulators(config, groups.rollout, str(run.folder.logs), stack)
     source, validation = build_source(config, data, groups, reward, run, stack)
     step_parts = {
@@ -160,6 +161,7 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
         "actor": groups.actor,
         "reference": groups.reference,
         "critic": groups.critic,
+        "dealing": groups.dealing(config),
         "timers": run.timers,
     }
     train_step = build_step(graph, launched, run, **step_parts)
@@ -188,7 +190,7 @@ def build_source(
     """Returns where samples come from, and what validates the policy; recorded on the way, where the configuration says so."""
     ranks = groups.actor if config.trainer.batches == "reference" else None
     if config.trainer.replay_from:
-        return ReplaySource(Path(config.trainer.replay_from), data.loader, ranks), None
+        return ReplaySource(Path(config.trainer.replay_from), data.loader, ranks, groups.dealing(config)), None
     source, validation = build_schedule(config, data, groups, reward, run, stack)
     if config.trainer.record_batches:
         source = RecordingSource(source, run.folder.path / RECORDINGS)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.rules.placement import is_separate
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.single_controller import WorkerGroup, wait_all
+from rlhub.trainer.ppo.dealing import Dealing
 
 ACTOR_ROLE, ROLLOUT_ROLE, REFERENCE_ROLE, CRITIC_ROLE = "actor", "rollout", "reference", "critic"
 COLOCATED_ROLE = "actor_rollout_ref"
-TRAINING_MESH = "actor"
-"""The arrangement of the ranks that train the policy."""
 
 
 def actor_role(config: TrainerConfig) -> str:
@@ -42,7 +42,7 @@ class WeightSync:
 @dataclass(slots=True, kw_only=True)
 class WorkerGroups:
     """The group of each role.  reference: the actor's where it has no pool of its own.  critic: None where none is trained.
-    others: those of roles of a pipeline's own that it trains."""
+    others: those of roles of a pipeline's own that it trains.  shards: the data-parallel sizes of the calls that train these."""
 
     actor: WorkerGroup
     rollout: WorkerGroup
@@ -50,11 +50,16 @@ class WorkerGroups:
     critic: WorkerGroup | None
     weights: WeightSync
     others: Mapping[str, WorkerGroup] = field(default_factory=dict)
+    shards: Sequence[int] = ()
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
         """Returns the groups whose state a checkpoint holds, by its folder."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic}) | dict(self.others)
+
+    def dealing(self, config: PPOConfig) -> Dealing:
+        """Returns what deals the rows of a training batch to these groups."""
+        return Dealing.between(config, self.actor, self.critic, self.shards)
 
     def save(self, folder: Path) -> list[FileEntry]:
         """Writes every model that is trained, each rank its part, below `folder`; returns what was written."""
@@ -66,10 +71,10 @@ class WorkerGroups:
         wait_all(group.load_checkpoint.submit(str(folder / name)) for name, group in self.trained.items())
 
 
-def groups_of(launched: Mapping[str, WorkerGroup], others: Iterable[str] = ()) -> WorkerGroups:
+def groups_of(launched: Mapping[str, WorkerGroup], others: Iterable[str] = (), shards: Sequence[int] = ()) -> WorkerGroups:
     """Returns what was launched by role, with the actor connected to a rollout in processes of its own.
 
-    others: roles beside the usual ones that are trained.
+    others: roles beside the usual ones that are trained.  shards: see WorkerGroups.
     """
     actor = launched[COLOCATED_ROLE] if COLOCATED_ROLE in launched else launched[ACTOR_ROLE]
     rollout = launched.get(ROLLOUT_ROLE, actor)
@@ -80,6 +85,7 @@ def groups_of(launched: Mapping[str, WorkerGroup], others: Iterable[str] = ()) -
         critic=launched.get(CRITIC_ROLE),
         weights=WeightSync(groups=[actor]) if rollout is actor else connect(actor, rollout),
         others={role: launched[role] for role in others},
+        shards=shards,
     )
 
 

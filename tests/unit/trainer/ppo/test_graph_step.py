@@ -40,7 +40,7 @@ def steps_of(
     plain = step_of(config, calls, FakeGroup("actor", calls, dp_size=2), critic, batches, {1}, spoilt=spoilt)
     if graph is None:
         return plain, calls
-    names = ("config", "source", "score", "actor", "reference", "critic", "timers")
+    names = ("config", "source", "score", "actor", "reference", "critic", "dealing", "timers")
     return GraphStep(**{name: getattr(plain, name) for name in names}, graph=graph, roles={}), calls
 
 

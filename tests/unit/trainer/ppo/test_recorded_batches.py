@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import BatchRef, DataProto
 from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, WorkerGroup, launch
+from rlhub.trainer.ppo.dealing import Dealing
 from rlhub.trainer.ppo.offline_source import Recorded, ReplaySource, batch_file, num_recorded, record
 from tests.support.kept_streams import rows_of, streaming
 from tests.support.row_workers import RowWorker
@@ -36,7 +38,8 @@ def test_a_recorded_batch_is_read_again(tmp_path: Path, ranks: WorkerGroup, writ
         if isinstance(batch, BatchRef):
             batch.drop()
     loader: Any = SimpleNamespace(state=dict)
-    replayed = ReplaySource(tmp_path, loader, ranks if read_by_ranks else None).sample(iter(()), 1).batch
+    dealing = Dealing(config=PPOConfig(), num_ranks=1)
+    replayed = ReplaySource(tmp_path, loader, ranks if read_by_ranks else None, dealing).sample(iter(()), 1).batch
     assert isinstance(replayed, BatchRef) == (written_by_ranks and read_by_ranks)
     assert rows_of(replayed) == expected
     assert replayed.meta_info["policy_version"] == 0

@@ -27,6 +27,7 @@ from rlhub.errors import ConfigError, RegistryError, RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import RewardResult
 from rlhub.trainer.ppo import step as step_module
+from rlhub.trainer.ppo.dealing import Dealing
 from rlhub.trainer.ppo.requirements import num_mini_batches
 from rlhub.trainer.ppo.scoring import Samples, build_scorer
 from rlhub.trainer.ppo.step import TrainingStep
@@ -308,6 +309,7 @@ def step_of(
         actor=actor,  # type: ignore[arg-type]
         reference=actor,  # type: ignore[arg-type]
         critic=critic,  # type: ignore[arg-type]
+        dealing=Dealing.between(config, actor, critic),  # type: ignore[arg-type]
         timers=timers,
     )
 

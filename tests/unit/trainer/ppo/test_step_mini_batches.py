@@ -17,13 +17,8 @@ from rlhub.algorithms.statistics import Gather
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.protocol import DataProto
-from rlhub.trainer.ppo.step import (
-    arrange,
-    capacities_of,
-    mini_batch_ids,
-    number_samples,
-    part_sizes,
-)
+from rlhub.trainer.ppo.dealing import arrange, capacities_of, mini_batch_ids, part_sizes
+from rlhub.trainer.ppo.step import number_samples
 from tests.unit.trainer.ppo.test_step import config_of, learn
 
 
