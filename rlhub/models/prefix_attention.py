@@ -221,7 +221,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, plan: PrefixPlan, scaling
     for batch in plan.batches:
         last, last_key = first + batch.rows * batch.own, first_key + batch.rows * (batch.prefix + batch.own)
         parts = (query[first:last], key[first_key:last_key], value[first_key:last_key])
-        q, k, v = (part.unflatten(0, (batch.rows, -1)).transpose(1, 2) for part in parts)
+        q, k, v = (torch.unflatten(part, 0, (batch.rows, -1)).transpose(1, 2) for part in parts)
         mask = batch.mask(window, query.device)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped)
         outs.append(out.transpose(1, 2).flatten(0, 1))
