@@ -8,6 +8,7 @@ required_weights  the weights that a loaded model must have
 experts           the weights of a mixture of experts under checkpoint names
 lora              low-rank adapters
 packed_attention  causal attention over packed rows
+prefix_attention  attention over rows that share prefixes
 throughput        the floating-point throughput of training
 vla/              vision-language-action policies
 megatron/         models of Megatron-core's parts

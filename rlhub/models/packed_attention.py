@@ -219,13 +219,31 @@ def _band(longest: int, window: int, device: torch.device) -> Tensor:
 def _variable_length(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None, window: int | None = None
 ) -> Tensor:
+    bounds, longest = (plan.boundaries, plan.boundaries), (plan.longest, plan.longest)
+    return variable_length(query, key, value, bounds, longest, scaling=scaling, window=window)
+
+
+def variable_length(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Computes causal attention of rows by CUDA's kernel for unpadded rows; returns the queries' (tokens, heads, width).
+
+    bounds: (rows + 1,) int32 of the rows' queries and of their keys: the last query of a row attends up to its last key.
+    longest: the most queries and the most keys of a row.
+    """
     q, k, v = (tensor.contiguous() for tensor in (query, key, value))
-    bounds, longest = plan.boundaries, plan.longest
     before = -1 if window is None else window - 1  # the kernel counts the tokens before a token, -1 for all
     options: dict[str, Any] = {"scale": scaling, "window_size": (before, 0)}
     if GROUPED in inspect.signature(varlen_attn).parameters:
         options[GROUPED] = q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+    out = varlen_attn(q, k, v, *bounds, *longest, **options)
     assert isinstance(out, Tensor)
     return out
 

@@ -30,6 +30,22 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The names that configurations use for the number of a layer's experts."""
 
 
+PREFIX_LAYERS = ("full_attention", "sliding_attention")
+"""The kinds of layers in which a token's output depends on the tokens before it in its row by attention alone."""
+STATES = (
+    "layers_block_type",
+    "hybrid_override_pattern",
+    "state_size",
+    "mamba_d_state",
+    "mamba_d_ssm",
+    "ssm_cfg",
+    "attn_layer_period",
+)
+"""Entries by which configurations of models with recurrent states are known."""
+CAPACITIES = ("expert_capacity", "capacity_factor", "moe_capacity_factor", "expert_capacity_factor")
+"""The names that configurations use for a limit on the tokens of an expert."""
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ModelShape:
     """The sizes of a decoder-only transformer.
@@ -170,3 +186,26 @@ def read_labels(folder: Path) -> tuple[list[str], int]:
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     labels = values.get("id2label")
     return list(values.get("architectures") or ()), len(labels) if labels else int(values.get("num_labels", DEFAULT_LABELS))
+
+
+def prefix_problems(values: Mapping[str, Any], override_config: Mapping[str, Any]) -> list[str]:
+    """Returns why rows of a model cannot share the computation of their prefixes; [] where they can.
+
+    It holds where a token's output follows from the tokens before it in its row and their positions alone: for attention of
+    any width, and experts without limits.  values: the content of its config.json.  override_config: the user's entries, which
+    alone set a dropout.
+    """
+    found, values = [], {**values, **override_config}
+    if values.get("vision_config"):
+        found.append("the model reads images, which belong to rows")
+    if kinds := sorted(set(values.get("layer_types") or ()) - set(PREFIX_LAYERS)):
+        found.append(f"the model has layers of {', '.join(kinds)}, which read whole rows")
+    elif states := [name for name in STATES if values.get(name)]:
+        found.append(f"the model has layers with a state that runs through the row ({', '.join(states)})")
+    if limits := [name for name in CAPACITIES if values.get(name)]:
+        found.append(f"the model's experts take so many tokens of a pass at most ({', '.join(limits)})")
+    if values.get("alibi") or values.get("position_embedding_type") == "alibi":
+        found.append("the model's attention counts places in the pass and not positions (alibi)")
+    if random := [name for name, rate in override_config.items() if ("dropout" in name or name.endswith("pdrop")) and rate]:
+        found.append(f"rows would share random numbers (model.override_config.{', '.join(random)} is above 0)")
+    return found

@@ -60,6 +60,34 @@ def partition(
     return table.parts()
 
 
+def partition_groups(
+    lengths: Sequence[int] | np.ndarray, groups: Sequence[int], capacities: Sequence[int], loads: Sequence[int] | np.ndarray
+) -> list[list[int]]:
+    """Returns the sorted row numbers of each part, with the rows of a group in one part where they fit.
+
+    The heaviest group comes first and goes to the lightest part with capacity for it; where none has any, its rows fill those
+    with the most capacity.  capacities: the number of rows of each part; their sum is the number of rows.  loads: tokens that the
+    parts already have.
+    """
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    free, amounts, parts = list(capacities), [float(load) for load in loads], [list[int]() for _ in capacities]
+    for group_rows in sorted(members.values(), key=lambda rows: (-sum(lengths[row] for row in rows), rows[0])):
+        rows = group_rows
+        while rows:
+            fitting = [part for part, places in enumerate(free) if places >= len(rows)]
+            if fitting:
+                part = min(fitting, key=lambda part: (amounts[part], part))
+            else:
+                part = max(range(len(free)), key=lambda part: (free[part], -part))
+            taken, rows = rows[: free[part]], rows[free[part] :]
+            parts[part] += taken
+            free[part] -= len(taken)
+            amounts[part] += sum(lengths[row] for row in taken)
+    return [sorted(part) for part in parts]
+
+
 def _longest_first(values: np.ndarray, loads: np.ndarray, capacities: Sequence[int] | None) -> list[list[int]]:
     """Assigns each row, longest first, to the lightest part with free capacity.
 

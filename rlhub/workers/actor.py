@@ -92,7 +92,7 @@ class ActorPart(EngineWorker):
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs", *extra))
         columns = {"old_log_probs": outputs["log_probs"]} | {name: outputs[name] for name in extra}
         seconds = time.perf_counter() - started
-        metrics = self.throughput.metrics("actor_infer", batch.batch["attention_mask"], 1, seconds)
+        metrics = self.throughput.metrics("actor_infer", batch.batch["attention_mask"], 1, seconds * self._tokens_each())
         return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
@@ -167,8 +167,14 @@ class ActorPart(EngineWorker):
         metrics = self.updater.update(rows, batch.meta_info["num_mini_batches"], version)
         check_finite(self.engine, "after the update")
         seconds = time.perf_counter() - started
-        metrics |= self.throughput.training("actor", batch.batch["attention_mask"], self.config.actor.ppo_epochs, seconds)
+        epochs = self.config.actor.ppo_epochs
+        metrics |= self.throughput.training("actor", batch.batch["attention_mask"], epochs, seconds * self._tokens_each())
         return DataProto(meta_info={"metrics": metrics | memory_metrics("actor", self.device)})
+
+    def _tokens_each(self) -> float:
+        """Returns the tokens of the last rows for each that was computed, by which a throughput counted of rows is too high."""
+        counts = self.engine.token_counts
+        return 1.0 if counts is None or not counts.rows else counts.ratio
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def write_weights(self, folder: str, version: int) -> SyncReport:

@@ -17,7 +17,7 @@ from rlhub.config.sections.ppo import CriticConfig, PPOConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.trainer import TrainerConfig
-from rlhub.config.sections.training import OptimConfig
+from rlhub.config.sections.training import MegatronConfig, OptimConfig
 
 _FILES = (
     "name a parquet or jsonl file, or a list of them (to see a whole run without data of your own: bash scripts/quickstart.sh)"
@@ -60,6 +60,7 @@ def _(config: PPOConfig) -> list[str]:
         *_check_lengths(config),
         *_check_filter(config),
         *_check_ranks(config),
+        *_check_prefixes(config),
         *_check_trainer(config.trainer, has_validation=config.data.val_files is not None or config.env.val_scenes > 0),
         *_check_optim(config.actor_rollout_ref.actor.optim, f"{_ACTOR}.optim"),
         *_check_optim(config.critic.optim, "critic.optim"),
@@ -299,6 +300,23 @@ def _check_ranks(config: PPOConfig) -> list[str]:
             f"and the ranks of an engine are on one machine"
         )
     return problems + engines.problems(config)
+
+
+def _check_prefixes(config: PPOConfig) -> list[str]:
+    """Returns the problems of settings with which rows cannot share the computation of their prefixes."""
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    if not actor.prefix_packing:
+        return []
+    refused = {
+        f"{_ACTOR}.strategy={actor.strategy}: its attention keeps every row to itself; set strategy=fsdp2": isinstance(
+            actor.section, MegatronConfig
+        ),
+        "actor_rollout_ref.model.vla: a policy of actions reads pictures, which belong to rows": bool(model.vla),
+        "actor_rollout_ref.model.use_remove_padding=false: padded rows have places of their own; set it to true": (
+            not model.use_remove_padding
+        ),
+    }
+    return [f"{_ACTOR}.prefix_packing=true with {text}, or prefix_packing=false" for text, holds in refused.items() if holds]
 
 
 def _check_trainer(trainer: TrainerConfig, *, has_validation: bool) -> list[str]:

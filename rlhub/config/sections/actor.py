@@ -36,6 +36,10 @@ class ActorConfig:
     ppo_max_token_len_per_gpu: PositiveInt | None = None
     """With use_dynamic_bsz: largest number of tokens in a forward pass of a rank, at least prompt + response length; null: 16384,
     or that length if it is more."""
+    prefix_packing: bool = False
+    """Compute tokens that rows of a forward pass have in common from their start (the prompt of n samples, turns of an episode)
+    once, for the policy and the reference (fsdp2). It saves most with long prompts and large n; numbers differ by rounding. Token
+    budgets then count such tokens once. actor.shuffle scatters the samples of a prompt, which leaves less to share."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch; more than 1 reuse samples off-policy."""
     target_kl: PositiveFloat | None = None

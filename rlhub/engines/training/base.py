@@ -64,6 +64,25 @@ class StepReport:
 
 
 @dataclass(slots=True, kw_only=True)
+class TokenCounts:
+    """The tokens of one `forward_backward` or `infer` on this rank, where rows share prefixes.
+
+    rows: the tokens of all rows that the loss needs.
+    distinct: the same, with a prefix that several rows share counted once.
+    computed: the tokens that went through the model.
+    """
+
+    rows: int
+    distinct: int
+    computed: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Returns the tokens of the rows for each one that was computed."""
+        return self.rows / max(self.computed, 1)
+
+
+@dataclass(slots=True, kw_only=True)
 class Adapter:
     """LoRA adapters in peft's format.
 
@@ -82,12 +101,14 @@ class TrainEngine(ABC):
         (tensor, pipeline) share a shard.
     is_collect: True on the one rank of each shard whose outputs are returned for it; all ranks of the shard compute the same
         outputs.
+    token_counts: of the last passes; None for an engine whose rows share no prefixes.
     """
 
     dp_rank: int
     dp_size: int
     is_collect: bool
     device: torch.device
+    token_counts: TokenCounts | None = None
 
     @abstractmethod
     def initialize(self) -> None:
@@ -99,8 +120,8 @@ class TrainEngine(ABC):
     ) -> dict[str, float]:
         """Accumulates the gradient of one optimizer step over `rows`, which are cut into micro-batches.
 
-        Returns the global sums of `loss` and of LossOutput.sums.  Gradients start from zero.  Ranks may have different numbers
-        of rows, and also none.
+        Returns the global sums of `loss` and of LossOutput.sums, and where rows share prefixes of `prefix_` + each of
+        TokenCounts.  Gradients start from zero.  Ranks may have different numbers of rows, and also none.
 
         outputs: the outputs that the loss reads, of "log_probs", "entropy", "values", "scores"; nothing else is computed.
         rows_per_unit: this many neighbouring rows always stay together and in order, for a loss that compares them.  Each rank

@@ -24,10 +24,12 @@ class MicroBatchConfig:
 
     rows: the most rows in a pass.
     max_tokens: the most tokens in a pass; a longer row is a pass of its own.
+    share_prefixes: True computes and counts tokens of prefixes that rows of a pass share once, and cuts rows accordingly.
     """
 
     rows: int | None = None
     max_tokens: int | None = None
+    share_prefixes: bool = False
 
 
 def cut_rows(rows: Rows, config: MicroBatchConfig, rows_per_unit: int, agree: Callable[[int], int]) -> list[list[int]]:

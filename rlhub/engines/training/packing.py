@@ -3,6 +3,9 @@
 Only numbers that the loss reads are computed.  For numbers per token, the tokens from a row's last target on are left out, and
 so is a row whose response is masked as a whole; hidden states are read only where the next token is a target.  For one number
 per row all its tokens go in, and the hidden state is read at the last.
+
+Rows may share their prefixes: then each distinct token goes in once, at the position that it has in its rows, and a number that
+several rows have in common is computed once too.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from torch import Tensor
 
 from rlhub.config.sections.vla import FLOW, VLAConfig
 from rlhub.engines.training.base import Rows
+from rlhub.engines.training.prefixes import Forest, plan_forest, sort_rows
 from rlhub.errors import EngineError
 from rlhub.models.packed_attention import AttentionPlan, plan_attention
+from rlhub.models.prefix_attention import PrefixPlan
 from rlhub.models.shape import ModelKind
 from rlhub.models.vla.flow import FLOW_COLUMNS, FlowInputs, flow_inputs
 from rlhub.models.vla.policy import PIXEL_VALUES, PlacedTokens, place_tokens
@@ -34,12 +39,13 @@ OUTPUTS: dict[ModelKind, frozenset[str]] = {
 
 @dataclass(slots=True, kw_only=True)
 class ModelInputs:
-    """The inputs of a forward pass that computes S numbers of `shape`: (rows, response), or (rows,) for one number per row.
+    """The inputs of a forward pass that computes S numbers for `shape`: (rows, response), or (rows,) for one number per row.
 
     input_ids, position_ids: (1, tokens) packed, or (rows, longest) right-padded with an attention_mask of the same shape.
     sources: (S,) indices into the flattened token axis: the token before each target, or the last token of each row.
     targets: (S,) ids of the tokens after the sources; empty with one number per row.
     slots: (S,) indices of the numbers into the flattened `shape`.
+    copies: (slots,) the number of each slot, where rows with a common prefix share numbers and there are more slots than numbers.
     plan: the places of the rows in a packed batch, for attention; None when padded.
     placed, flow, images: of a vision-language-action policy, which reads these and no packed tokens.
     """
@@ -51,38 +57,30 @@ class ModelInputs:
     slots: Tensor
     shape: tuple[int, ...]
     attention_mask: Tensor | None
-    plan: AttentionPlan | None
+    plan: AttentionPlan | PrefixPlan | None
     placed: PlacedTokens | None = None
     flow: FlowInputs | None = None
     images: Tensor | None = None
+    copies: Tensor | None = None
 
     def spread(self, values: Tensor) -> Tensor:
         """Returns the (S,) values in `shape`, with zeros elsewhere."""
+        if self.copies is not None:
+            values = values.index_select(0, self.copies)
         return values.new_zeros(math.prod(self.shape)).index_put((self.slots,), values).view(self.shape)
 
 
-def model_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs:
+def model_inputs(rows: Rows, *, pack: bool, device: torch.device, share_prefixes: bool = False) -> ModelInputs:
     """Plans one micro-batch for numbers per token.
+
+    share_prefixes: True packs each distinct token once.
 
     Indices are computed on the rows' device and then moved to `device`.  The rows are on the CPU, because computing indices on
     a GPU would wait for it at every step.  Raises EngineError if response_mask marks a token that attention_mask hides, or the
     first token of a row.
     """
     input_ids, response_mask = rows["input_ids"], rows["response_mask"].bool()
-    real = rows["attention_mask"].bool()
-    width = response_mask.shape[1]
-    prompt = input_ids.shape[1] - width
-    is_target = torch.zeros_like(real)
-    is_target[:, prompt:] = response_mask
-    order = real.cumsum(1)
-    if bool((is_target & (~real | (order < 2))).any()):
-        raise EngineError(
-            "response_mask marks a token that attention_mask hides or that has no token before it: "
-            "every prompt needs at least one token, and response_mask must lie inside attention_mask"
-        )
-    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-    last_target = torch.where(is_target, columns, -1).amax(1, keepdim=True)
-    needed = real & (columns < last_target)
+    is_target, needed = needed_tokens(rows)
     target_at = is_target.flatten().nonzero().squeeze(1)
     inputs = _packed(
         input_ids,
@@ -90,9 +88,38 @@ def model_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs
         sources=_num_before(needed)[target_at] - 1,
         targets=input_ids.flatten()[target_at],
         slots=response_mask.flatten().nonzero().squeeze(1),
-        shape=(response_mask.shape[0], width),
+        shape=tuple(response_mask.shape),
     )
+    if share_prefixes:
+        return _shared(inputs, plan_forest(sort_rows(input_ids, needed), device), device)
     return _finished(inputs, needed.sum(1), pack=pack, device=device)
+
+
+def needed_tokens(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Returns the tokens whose numbers the loss reads, and those that go through the model for them, (rows, tokens) bool each."""
+    real, response_mask = rows["attention_mask"].bool(), rows["response_mask"].bool()
+    is_target = torch.zeros_like(real)
+    is_target[:, real.shape[1] - response_mask.shape[1] :] = response_mask
+    if bool((is_target & (~real | (real.cumsum(1) < 2))).any()):
+        raise EngineError(
+            "response_mask marks a token that attention_mask hides or that has no token before it: "
+            "every prompt needs at least one token, and response_mask must lie inside attention_mask"
+        )
+    columns = torch.arange(real.shape[1], device=real.device)
+    last_target = torch.where(is_target, columns, -1).amax(1, keepdim=True)
+    return is_target, real & (columns < last_target)
+
+
+def _shared(inputs: ModelInputs, forest: Forest, device: torch.device) -> ModelInputs:
+    """Returns packed inputs with each distinct token and each distinct pair of source and target once, on `device`."""
+    inputs.plan, places = forest.plan, forest.places
+    for name in ("input_ids", "position_ids"):
+        once = torch.zeros(1, forest.plan.num_tokens, dtype=torch.int64)
+        once[0, places] = getattr(inputs, name)[0]
+        setattr(inputs, name, once)
+    pairs, inputs.copies = torch.unique((places[inputs.sources] << 32) + inputs.targets, return_inverse=True)
+    inputs.sources, inputs.targets = pairs >> 32, pairs & 0xFFFFFFFF
+    return _to(inputs, device)
 
 
 def action_inputs(rows: Rows, vla: VLAConfig, *, device: torch.device) -> ModelInputs:
@@ -210,7 +237,7 @@ def _pad(inputs: ModelInputs, lengths: Tensor) -> None:
 
 
 def _to(inputs: ModelInputs, device: torch.device) -> ModelInputs:
-    for name in ("input_ids", "position_ids", "sources", "targets", "slots", "attention_mask"):
+    for name in ("input_ids", "position_ids", "sources", "targets", "slots", "copies", "attention_mask"):
         value = getattr(inputs, name)
         if value is not None:
             setattr(inputs, name, value.to(device, non_blocking=True))

@@ -39,11 +39,14 @@ TRAIN_ENGINES.add_lazy(
 )
 
 
-def _micro_batch(rows: int | None, dynamic: bool | None, max_tokens: int | None) -> MicroBatchConfig:
+def _micro_batch(
+    rows: int | None, dynamic: bool | None, max_tokens: int | None, share_prefixes: bool = False
+) -> MicroBatchConfig:
     """Returns the limits of a micro-batch: tokens if `dynamic`, else rows."""
     from rlhub.engines.training.micro_batch import MicroBatchConfig  # imported here, because it loads torch
 
-    return MicroBatchConfig(max_tokens=max_tokens) if dynamic else MicroBatchConfig(rows=rows)
+    limits = {"max_tokens": max_tokens} if dynamic else {"rows": rows}
+    return MicroBatchConfig(**limits, share_prefixes=share_prefixes)
 
 
 def _or(value: int | None, default: int | None) -> int | None:
@@ -61,11 +64,14 @@ def build_policy_engine(config: ActorRolloutRefConfig, *, device: torch.device, 
         kind=config.model.policy_kind,
         device=device,
         temperature=rollout.temperature,
-        micro_batch=_micro_batch(actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
+        micro_batch=_micro_batch(
+            actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.prefix_packing
+        ),
         infer_micro_batch=_micro_batch(
             _or(rollout.log_prob_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu),
             dynamic,
             _or(rollout.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu),
+            actor.prefix_packing,
         ),
         grad_clip=actor.grad_clip,
         seed=seed,
@@ -87,6 +93,7 @@ def build_reference_engine(config: ActorRolloutRefConfig, *, device: torch.devic
             _or(ref.log_prob_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu),
             dynamic,
             _or(ref.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu),
+            actor.prefix_packing,
         ),
         seed=seed,
     )

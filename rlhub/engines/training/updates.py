@@ -203,16 +203,25 @@ def policy_metrics(steps: list[StepSums]) -> dict[str, float]:
         metrics["actor/lr"] = steps[-1].report.lr
     for step in done:
         tokens = max(step.denominators.tokens, 1.0)
-        values = {name: step.sums[name] / tokens for name in step.sums if not name.startswith("mismatch_")}
+        values = {name: step.sums[name] / tokens for name in step.sums if not name.startswith(("mismatch_", "prefix_"))}
         values |= {"loss": step.sums["loss"], "pg_loss": step.sums["pg_loss"], "grad_norm": step.report.grad_norm}
         for name, value in values.items():
             key = name if "/" in name else f"actor/{name}"
             metrics[key] = metrics.get(key, 0.0) + value / len(done)
+    if steps and "prefix_rows" in steps[0].sums:
+        metrics |= prefix_metrics(steps)
     if steps and "mismatch_tokens" in steps[0].sums:
         metrics |= mismatch_metrics(steps[0].sums)
     if steps and "mismatch_tokens_0" in steps[0].sums:
         metrics |= staleness_metrics(steps[0].sums)
     return metrics
+
+
+def prefix_metrics(steps: list[StepSums]) -> dict[str, float]:
+    """Returns the tokens of the rows for each token that went through the model, and how often a distinct one did: 1 where each
+    was computed once, more where rows with a common prefix were in several passes or on several ranks' own passes."""
+    rows, distinct, computed = (sum(step.sums[f"prefix_{name}"] for step in steps) for name in ("rows", "distinct", "computed"))
+    return {"perf/prefix_token_ratio": rows / max(computed, 1.0), "perf/prefix_recomputed": computed / max(distinct, 1.0)}
 
 
 class ValueUpdater:

@@ -22,7 +22,7 @@ from rlhub.single_controller import WorkerGroup
 from rlhub.single_controller.worker_group import SourcesOf
 from rlhub.trainer.ppo.metrics import row_lengths
 from rlhub.trainer.ppo.requirements import num_mini_batches
-from rlhub.utils.balance import partition
+from rlhub.utils.balance import partition, partition_groups
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -53,6 +53,7 @@ class Dealing:
             rows_per_mini_batch=self._rows_per_mini_batch(batch),
             num_ranks=self.num_ranks,
             balance=self.config.trainer.balance_batch,
+            whole_groups=actor.prefix_packing,
             shuffle_seed=self.config.trainer.seed * 1_000_003 + step if actor.shuffle else None,
             critic_rows_per_mini_batch=critic_size * num_samples if self.has_critic else None,
         )
@@ -108,7 +109,7 @@ class Dealing:
 TRAINING_MESH = "actor"
 """The arrangement of the ranks that train the policy."""
 
-LENGTHS = ("prompt_length", "response_length", "episode_id", "episode")
+LENGTHS = ("prompt_length", "response_length", "episode_id", "episode", "uid")
 """Columns that decide where rows go."""
 
 
@@ -118,6 +119,7 @@ def arrange(
     rows_per_mini_batch: int,
     num_ranks: int,
     balance: bool,
+    whole_groups: bool = False,
     shuffle_seed: int | None = None,
     critic_rows_per_mini_batch: int | None = None,
 ) -> Batch:
@@ -125,7 +127,8 @@ def arrange(
     and, where its size is given, `critic_mini_batch`.
 
     batch: needs `prompt_length` and `response_length` (rows,), or `attention_mask` (rows, prompt + response); `episode_id`
-    (rows,), from 0, where samples have several rows or none, which count as one in the size of a mini-batch.  Returns it.
+    (rows,), from 0, where samples have several rows or none, which count as one in the size of a mini-batch.  whole_groups: True
+    keeps the rows of a `uid` on one rank where they fit, which needs `prompt_length`.  Returns it.
     """
     samples = batch.batch["episode_id"] if "episode_id" in batch.batch.keys() else torch.arange(len(batch))
     num_samples = int(samples.max()) + 1
@@ -135,14 +138,24 @@ def arrange(
         critic_ids = mini_batch_ids(num_samples, critic_rows_per_mini_batch, shuffle_seed)
         batch.batch["critic_mini_batch"] = critic_ids[samples]
     if num_ranks > 1:
-        batch.reorder(deal(row_lengths(batch).tolist(), ids, num_ranks, balance=balance))
+        groups = batch.batch["uid"] if whole_groups else None
+        lengths = row_lengths(batch) if groups is None else lengths_in_groups(batch, groups)
+        batch.reorder(deal(lengths.tolist(), ids, num_ranks, balance=balance, groups=groups))
     return batch
 
 
-def deal(lengths: Sequence[int], ids: Tensor, num_ranks: int, *, balance: bool) -> Tensor:
+def lengths_in_groups(batch: Batch, groups: Tensor) -> Tensor:
+    """Returns the tokens of each row, (rows,) int64, of which the prompt's are counted once for all rows of its group."""
+    _, group, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
+    prompts = batch.batch["prompt_length"]
+    return row_lengths(batch) - prompts + prompts // sizes[group]
+
+
+def deal(lengths: Sequence[int], ids: Tensor, num_ranks: int, *, balance: bool, groups: Tensor | None = None) -> Tensor:
     """Returns the order of rows (rows,) in which part r of `chunk(num_ranks)` is what rank r should hold.
 
-    lengths: tokens of each row.  ids: (rows,) the mini-batch of each, from 0.
+    lengths: tokens of each row.  ids: (rows,) the mini-batch of each, from 0.  groups: (rows,) the group of each, which stays on
+    one rank where it fits; None deals every row alone.
     """
     tokens, owners = np.asarray(lengths), ids.numpy()
     members = [np.flatnonzero(owners == index) for index in range(int(owners.max()) + 1)]
@@ -150,7 +163,10 @@ def deal(lengths: Sequence[int], ids: Tensor, num_ranks: int, *, balance: bool) 
     dealt, ranks, loads = [], [], np.zeros(num_ranks, dtype=np.int64)
     for rows, capacities in zip(members, plan, strict=True):
         costs = tokens[rows] if balance else np.ones(len(rows), dtype=np.int64)
-        parts = partition(costs, num_ranks, capacities=capacities, loads=loads)
+        if groups is None:
+            parts = partition(costs, num_ranks, capacities=capacities, loads=loads)
+        else:
+            parts = partition_groups(costs, groups[rows].tolist(), capacities, loads)
         chosen = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64, count=len(rows))
         dealt.append(rows[chosen])
         ranks.append(np.repeat(np.arange(num_ranks), [len(part) for part in parts]))

@@ -33,7 +33,14 @@ from rlhub.data import check_columns, check_episode_folders, check_files
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import ConfigError
-from rlhub.models.shape import LANGUAGE_MODEL, read_labels, read_model_shape, read_model_values, reward_problem
+from rlhub.models.shape import (
+    LANGUAGE_MODEL,
+    prefix_problems,
+    read_labels,
+    read_model_shape,
+    read_model_values,
+    reward_problem,
+)
 from rlhub.pipeline.load import problems_of, supervised_graph
 from rlhub.registry import Registry, knobs_for
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
@@ -330,6 +337,9 @@ def check_models(config: PPOConfig) -> list[str]:
         read_shape(critic, "critic.model", problems)
     if shape is None:
         return problems
+    if config.actor_rollout_ref.actor.prefix_packing:
+        reasons = prefix_problems(read_model_values(str(model.path)), model.override_config)
+        problems += [f"{_ACTOR}.prefix_packing=true: {reason}; set it to false" for reason in reasons]
     size, heads = rollout.tensor_model_parallel_size, shape.num_heads
     if heads % size:
         arithmetic = f"{heads} = {heads // size} x {size} + {heads % size}"

@@ -28,12 +28,13 @@ from rlhub.engines.training.fsdp.logprob import token_outputs
 from rlhub.engines.training.fsdp.weights import Layout, ShardedParam, num_bytes, shard_model, sharded_params
 from rlhub.engines.training.optimizer import HOST, MOMENTS, EngineOptimizer, HostTensors
 from rlhub.engines.training.packing import ModelInputs
-from rlhub.errors import EngineError
+from rlhub.errors import ConfigError, EngineError
 from rlhub.models.experts import unfused
 from rlhub.models.hf import SCALAR_HEAD, ModelKind, backbone, build_model
 from rlhub.models.lora import add_lora, named_parameters
 from rlhub.models.packed_attention import PACKED_ATTENTION
-from rlhub.models.shape import POLICIES
+from rlhub.models.prefix_attention import PREFIX_ATTENTION
+from rlhub.models.shape import POLICIES, prefix_problems
 from rlhub.models.vla import flow, policy
 from rlhub.protocol.weights.pieces import Piece, whole
 
@@ -50,6 +51,7 @@ class BuildPlan:
     temperature: divides a policy's logits.
     trainable: False freezes all weights.
     seed: determines new weights.
+    share_prefixes: True computes attention over rows that share prefixes.
     """
 
     model: ModelConfig
@@ -58,6 +60,7 @@ class BuildPlan:
     temperature: float
     trainable: bool
     seed: int
+    share_prefixes: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,8 +106,11 @@ def _root(model: PreTrainedModel, plan: BuildPlan) -> nn.Module:
 
 
 def _prepared(plan: BuildPlan, *, empty: bool = False) -> PreTrainedModel:
-    attention = PACKED_ATTENTION if plan.model.use_remove_padding and plan.kind != "vla" else "sdpa"
+    packed = PREFIX_ATTENTION if plan.share_prefixes else PACKED_ATTENTION
+    attention = packed if plan.model.use_remove_padding and plan.kind != "vla" else "sdpa"
     model = build_model(plan.model, plan.kind, dtype=plan.dtype, attention=attention, seed=plan.seed, empty=empty)
+    if plan.share_prefixes and (problems := prefix_problems(model.config.to_dict(), plan.model.override_config)):
+        raise ConfigError([f"actor.prefix_packing=true: {problem}; set it to false" for problem in problems])
     if plan.model.lora_rank > 0:
         scalar = plan.kind not in POLICIES
         head: nn.Module = model.get_submodule(SCALAR_HEAD) if scalar else model.get_output_embeddings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.config.sections.vla import vla_of
-from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
+from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TokenCounts, TrainEngine
 from rlhub.engines.training.collectives import gather_rows
 from rlhub.engines.training.fsdp.building import BuildPlan, ShardedAdamW, build_sharded, fill, live_pieces
 from rlhub.engines.training.fsdp.weights import (
@@ -26,7 +27,16 @@ from rlhub.engines.training.fsdp.weights import (
     reshard,
 )
 from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_rows, on_device, put_rows, take_rows, trim
-from rlhub.engines.training.packing import ModelInputs, action_inputs, check_outputs, columns_read, model_inputs, row_inputs
+from rlhub.engines.training.packing import (
+    ModelInputs,
+    action_inputs,
+    check_outputs,
+    columns_read,
+    model_inputs,
+    needed_tokens,
+    row_inputs,
+)
+from rlhub.engines.training.prefixes import cut_sorted, sort_rows
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
 from rlhub.models.lora import lora_names, saved_config, saved_names, set_adapters
@@ -48,7 +58,7 @@ class FSDPEngine(TrainEngine):
         and, with a value head, values.
     optim: None builds an engine that only infers.
     temperature: divides the logits.
-    infer_micro_batch: the limits of a pass of `infer`; None takes those of training.
+    infer_micro_batch: the limits of a pass of `infer`; None takes those of training.  Both share prefixes, or neither does.
     seed: determines adapters and new heads.
     """
 
@@ -72,6 +82,9 @@ class FSDPEngine(TrainEngine):
         self.device, self.temperature, self.grad_clip, self.seed = device, temperature, grad_clip, seed
         self.micro_batch = micro_batch or MicroBatchConfig()
         self.infer_micro_batch = infer_micro_batch or self.micro_batch
+        self.share_prefixes = self.micro_batch.share_prefixes
+        if self.share_prefixes and (kind != "policy" or not model.use_remove_padding):
+            raise EngineError(f"a {kind} engine shares no prefixes{'' if model.use_remove_padding else ' without packing'}")
         self.dp_rank, self.dp_size, self.is_collect = 0, 1, True
         self.layout: Layout | None = None
         self.optimizer: ShardedAdamW | None = None
@@ -89,6 +102,7 @@ class FSDPEngine(TrainEngine):
             temperature=self.temperature,
             trainable=self.optim_config is not None,
             seed=self.seed,
+            share_prefixes=self.share_prefixes,
         )
         built = build_sharded(plan, self.layout, self.device)
         self.root, self.model, self.params = built.root, built.model, built.params
@@ -126,6 +140,9 @@ class FSDPEngine(TrainEngine):
         return self._global_sums(losses, sums)
 
     def _global_sums(self, losses: list[Tensor], sums: dict[str, list[Tensor]]) -> dict[str, float]:
+        if self.token_counts is not None:
+            counts = dataclasses.asdict(self.token_counts)
+            sums |= {f"prefix_{name}": [torch.tensor(count, device=self.device)] for name, count in counts.items()}
         names = sorted(sums)
         columns = [losses, *(sums[name] for name in names)]
         totals = torch.stack([torch.stack(column).double().sum() for column in columns])
@@ -154,15 +171,26 @@ class FSDPEngine(TrainEngine):
     def _inputs(self, micro: Rows) -> ModelInputs:
         if self.vla is not None:
             return action_inputs(micro, self.vla, device=self.device)
-        plan = row_inputs if self.kind == "reward" else model_inputs
-        return plan(micro, pack=self.model_config.use_remove_padding, device=self.device)
+        pack, device = self.model_config.use_remove_padding, self.device
+        if self.kind == "reward":
+            return row_inputs(micro, pack=pack, device=device)
+        inputs = model_inputs(micro, pack=pack, device=device, share_prefixes=self.share_prefixes)
+        if self.token_counts is not None:
+            self.token_counts.computed += inputs.input_ids.numel()
+        return inputs
 
     def _forward(self, inputs: ModelInputs, wanted: frozenset[str]) -> ForwardOutputs:
         values: dict[str, Tensor] = self.root(inputs, wanted)
         return ForwardOutputs(**{name: inputs.spread(value) for name, value in values.items()})
 
     def _cut(self, rows: Rows, config: MicroBatchConfig, rows_per_unit: int = 1) -> list[list[int]]:
-        return cut_rows(rows, config, rows_per_unit, self._num_passes)
+        if not self.share_prefixes:
+            return cut_rows(rows, config, rows_per_unit, self._num_passes)
+        if rows_per_unit > 1:
+            raise EngineError("rows that share prefixes have no units of several rows")
+        ordered = sort_rows(rows["input_ids"], needed_tokens(rows)[1])
+        self.token_counts = TokenCounts(rows=sum(ordered.lengths), distinct=ordered.num_distinct)
+        return cut_sorted(ordered, config, self._num_passes)
 
     def _num_passes(self, needed: int) -> int:
         """Returns the largest number of passes that any rank needs."""

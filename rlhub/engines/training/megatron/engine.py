@@ -57,6 +57,7 @@ from rlhub.models.hf import ModelKind
 from rlhub.models.megatron.build import MegatronPlan, ParamParts, build_megatron, param_parts
 from rlhub.models.megatron.checks import num_virtual_stages
 from rlhub.models.megatron.model import MegatronLM
+from rlhub.models.packed_attention import AttentionPlan
 from rlhub.protocol.weights.pieces import Piece, take
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -93,6 +94,8 @@ class MegatronEngine(TrainEngine):
         self.device, self.temperature, self.grad_clip, self.seed = device, temperature, grad_clip, seed
         self.micro_batch = micro_batch or MicroBatchConfig()
         self.infer_micro_batch = infer_micro_batch or self.micro_batch
+        if self.micro_batch.share_prefixes:
+            raise EngineError("the megatron engine shares no prefixes: use strategy=fsdp2")
         self.dtype = DTYPES[megatron.model_dtype or ("bf16" if device.type == "cuda" else "fp32")]
         self.dp_rank, self.dp_size, self.is_collect = 0, 1, True
         self.optimizer: MegatronAdamW | None = None
@@ -189,7 +192,7 @@ class MegatronEngine(TrainEngine):
 
     def _outputs(self, batch: MicroBatch, chunk: nn.Module, hidden: Tensor, wanted: frozenset[str]) -> ForwardOutputs:
         model = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
-        assert isinstance(model, MegatronLM) and batch.inputs.plan is not None
+        assert isinstance(model, MegatronLM) and isinstance(batch.inputs.plan, AttentionPlan)
         group = self.parallel.context_group
         own = own_outputs(batch.inputs, model.own_tokens(batch.inputs.plan)) if group.size() > 1 else None
         inputs = batch.inputs if own is None else own.inputs
