@@ -155,17 +155,8 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
     reward, groups = parts.manager(launched.groups), groups_of(launched.groups, sorted(trained), shards)
     place_simulators(config, groups.rollout, str(run.folder.logs), stack)
     source, validation = build_source(config, data, groups, reward, run, stack)
-    step_parts = {
-        "config": config,
-        "source": source,
-        "score": build_scorer(config, reward, run.timers),
-        "actor": groups.actor,
-        "reference": groups.reference,
-        "critic": groups.critic,
-        "dealing": groups.dealing(config),
-        "timers": run.timers,
-    }
-    train_step = build_step(graph, launched, run, **step_parts)
+    score = build_scorer(config, reward, run.timers)
+    train_step = build_step(graph, launched, run, groups, config=config, source=source, score=score)
     return PPOTrainer(
         config=config,
         run=run,
@@ -177,8 +168,10 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
     )
 
 
-def build_step(graph: TaskGraph | None, launched: Launched, run: Run, **parts: Any) -> StepParts:
+def build_step(graph: TaskGraph | None, launched: Launched, run: Run, groups: WorkerGroups, **parts: Any) -> StepParts:
     """Returns the plain step, or the one of a graph, whose picture goes to the run folder."""
+    parts |= {"actor": groups.actor, "reference": groups.reference, "critic": groups.critic}
+    parts |= {"dealing": groups.dealing(parts["config"]), "timers": run.timers}
     if graph is None:
         return TrainingStep(**parts)
     run.write_graph(to_svg(graph))
