@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import gzip
 import hashlib
 import importlib
 import json
@@ -260,16 +259,15 @@ def write_inputs(folder: Path, product: Path) -> None:
 
 
 def write_trajectories(folder: Path) -> None:
-    """Writes what a collecting job would have left, samples up to a version old, in the format of its files."""
-    folder.mkdir()
+    """Writes what a collecting job would have left, samples up to a version old, a group a file."""
+    from rlhub.agents.trajectory import Trajectory
+    from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
+    from rlhub.rollout_service.trajectory_files import TrajectoryWriter
+
+    writer, row = TrajectoryWriter(str(folder)), {"data_source": "words", "ground_truth": "", "extra_info": {}}
     for number in range(STEPS * PROMPTS):
-        samples = [sample_of(SAMPLES * number + one) for one in range(SAMPLES)]
-        group = {"ordinal": number, "trajectories": samples, "valid": [True] * SAMPLES, "numbers": [{}] * SAMPLES}
-        row = {"data_source": "words", "ground_truth": "", "extra_info": {}}
-        data = gzip.compress((json.dumps({"prompt_ids": [2, 3], "row": row, **group}) + "\n").encode())
-        (folder / f"collector-{number:08d}.jsonl.gz").write_bytes(data)
-        facts = {"format": 1, "groups": 1, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "versions": [0, 1]}
-        (folder / f"collector-{number:08d}.manifest.json").write_text(json.dumps(facts))
+        samples = [Trajectory(**sample_of(SAMPLES * number + one)) for one in range(SAMPLES)]
+        writer.write([Group(item=PromptItem(prompt_ids=(2, 3), ordinal=number, row=row), trajectories=samples)])
 
 
 def sample_of(number: int) -> dict[str, Any]:

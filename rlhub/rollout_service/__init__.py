@@ -7,5 +7,6 @@ replica.py            the state of one replica, as the router sees it
 server.py             the actor of a replica: a rollout engine behind asyncio methods
 weights_folder.py     the folder through which weights are published, and the readers of it
 trajectory_files.py   finished episodes in files, for training in another job
+trajectory_rows.py    their tokens, which the training ranks read by themselves
 executor/             admission of prompts within the staleness bound, their ledger, groups and batches
 """

@@ -1,12 +1,14 @@
 """Exchanges trajectories through a folder: one job collects them while another one trains, with nothing else between the two.
 
-    <url>/<writer>-<number>.jsonl.gz        groups, one JSON object per line
-    <url>/<writer>-<number>.manifest.json   checksum, size, number of groups and their versions; written last
+    <url>/<writer>-<number>.rows            the tokens of the samples, row by row; see trajectory_rows.py
+    <url>/<writer>-<number>.jsonl.gz        the index: groups, one JSON object per line, with numbers and place of each row
+    <url>/<writer>-<number>.manifest.json   the index's checksum and size, number of groups and their versions; written last
     <url>/<writer>.end.json                 the writer has ended, and the number of its files
 
 The url is any that fsspec supports (a path, s3://..., memory://...).  A file without a manifest is ignored.  Each writer numbers
 its files without gaps, so a cursor is one number per writer and a line; a reader that restarts from its cursor reads every group
-exactly once.  Nothing is pickled.
+exactly once.  A reader reads the index alone: the processes that compute on tokens read them themselves, at the same url, which
+their machines must reach with the credentials that fsspec finds there.  Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -16,55 +18,25 @@ import hashlib
 import json
 import re
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-import fsspec
 import numpy as np
-from fsspec.implementations.local import LocalFileSystem
 
-from rlhub.agents.trajectory import Episode, Trajectory
+from rlhub.agents.trajectory import Row, Sampled, Trajectory, TrajectoryRef, rows_of, with_rows
 from rlhub.errors import DataError, DeadlineError
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, StalePolicy, mask_older
-from rlhub.utils.atomic import write_bytes
+from rlhub.rollout_service.trajectory_rows import Folder, Place, pack
 
-FORMAT = 1
+FORMAT = 2
+ROWS = ".rows"
 POLL_S = 0.05
 MAX_POLL_S = 1.0  # object stores charge for listings
 WRITER = re.compile(r"[A-Za-z0-9_.]+")
 MANIFEST = ".manifest.json"
 COMPRESSION = 3  # token ids shrink about as much as with the highest level, in a third of the time
-
-
-@dataclass(slots=True, kw_only=True)
-class Folder:
-    """Reads and writes whole files below a URL."""
-
-    url: str
-    _fs: Any = field(init=False)
-    _root: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._fs, self._root = fsspec.core.url_to_fs(self.url)
-        self._fs.makedirs(self._root, exist_ok=True)
-
-    def write(self, name: str, data: bytes) -> None:
-        """Writes a file atomically: by a rename on disks, and on object stores because they show only complete files."""
-        if isinstance(self._fs, LocalFileSystem):
-            write_bytes(Path(self._root) / name, data)
-        else:
-            self._fs.pipe_file(f"{self._root}/{name}", data)
-
-    def read(self, name: str) -> bytes:
-        """Returns the content of a file."""
-        return bytes(self._fs.cat_file(f"{self._root}/{name}"))
-
-    def names(self) -> list[str]:
-        """Returns the names of all files, as they are now."""
-        self._fs.invalidate_cache(self._root)
-        return [str(path).rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
 
 
 class TrajectoryWriter:
@@ -79,9 +51,10 @@ class TrajectoryWriter:
 
     def write(self, groups: Sequence[Group]) -> str:
         """Writes the groups to one file and returns its name.  Readers can read it from then on."""
-        lines = "".join(json.dumps(encode(group), default=_plain) + "\n" for group in groups)
+        rows = bytearray()
+        lines = "".join(json.dumps(encode(group, rows), default=_plain) + "\n" for group in groups)
         data = gzip.compress(lines.encode(), COMPRESSION, mtime=0)
-        stem = f"{self.name}-{self.next_number:08d}"
+        stem = stem_of(self.name, self.next_number)
         versions = [version for group in groups for t in group.whole for version in t.versions if version >= 0]
         manifest = {
             "format": FORMAT,
@@ -90,6 +63,7 @@ class TrajectoryWriter:
             "sha256": hashlib.sha256(data).hexdigest(),
             "versions": [min(versions, default=-1), max(versions, default=-1)],
         }
+        self._folder.write(stem + ROWS, bytes(rows))
         self._folder.write(f"{stem}.jsonl.gz", data)
         self._folder.write(stem + MANIFEST, json.dumps(manifest).encode())
         self.next_number += 1
@@ -100,19 +74,40 @@ class TrajectoryWriter:
         self._folder.write(f"{self.name}.end.json", json.dumps({"files": self.next_number}).encode())
 
 
-def encode(group: Group) -> dict[str, Any]:
-    """Returns the JSON-able form of a group, including its prompt and the prompt's other columns."""
-    item = group.item
-    return {"prompt_ids": list(item.prompt_ids), "row": dict(item.row), **group.to_json()}
+def encode(group: Group, rows: bytearray) -> dict[str, Any]:
+    """Returns the JSON-able numbers of a group with the prompt's other columns, and adds the tokens of its samples to `rows`.
 
+    Raises ValueError for a sample that cannot be trained, or whose tokens are in another process.
+    """
 
-def decode(state: Mapping[str, Any], ordinal: int) -> Group:
-    """Returns the group of an `encode`d one under another ordinal, because several writers use the same ones."""
-    item = PromptItem(prompt_ids=tuple(state["prompt_ids"]), ordinal=ordinal, row=state["row"])
-    group = Group.from_json(state, item)
+    def stored(sample: Sampled) -> Sampled:
+        return with_rows(sample, [_stored(row, rows) for row in rows_of(sample)])
+
     for sample in group.trajectories:
-        if isinstance(sample, Trajectory | Episode):
+        if not isinstance(sample, TrajectoryRef):
             sample.check()
+    baseline = None if group.baseline is None else stored(group.baseline)
+    numbers = replace(group, trajectories=[stored(sample) for sample in group.trajectories], baseline=baseline)
+    return {"row": dict(group.item.row), **numbers.to_json()}
+
+
+def _stored(row: Row, rows: bytearray) -> TrajectoryRef:
+    if not isinstance(row, Trajectory):
+        raise ValueError(f"the tokens of row {row.key} are in process {row.home}; read them first")
+    data, start = pack(row), len(rows)
+    rows += data
+    return TrajectoryRef.of(row, "", Place(start, len(rows), zlib.crc32(data)).key)
+
+
+def decode(state: Mapping[str, Any], ordinal: int, home: str) -> Group:
+    """Returns the group of an `encode`d one under another ordinal, because several writers use the same ones.
+
+    home: the file of its rows, where they are read; the prompt's tokens are there too.
+    """
+    group = Group.from_json(state, PromptItem(prompt_ids=(), ordinal=ordinal, row=state["row"]))
+    for row in (row for sample in group.scored for row in rows_of(sample)):
+        assert isinstance(row, TrajectoryRef), "the index has numbers only"
+        row.home = home
     return group
 
 
@@ -185,6 +180,11 @@ class TrajectoryReader:
         self._taken.append(_TakenGroups(step, self._cursor()))
         return groups
 
+    @property
+    def url(self) -> str:
+        """Returns the URL of the folder, the same for all processes."""
+        return self._folder.absolute
+
     def trained(self, step: int) -> None:
         """Marks the groups that were taken for this step or an earlier one as trained."""
         for taken in self._taken:
@@ -204,8 +204,9 @@ class TrajectoryReader:
         """Does nothing."""
 
     def metrics(self) -> dict[str, float]:
-        """Returns the counts since the last call."""
+        """Returns the counts since the last call; rollout/index_bytes are those that this process has read of the files."""
         found = {f"rollout/{name}": float(value) for name, value in self._counts.items()} | {"rollout/wait_s": self._wait_s}
+        found["rollout/index_bytes"], self._folder.read_bytes = float(self._folder.read_bytes), 0
         self._counts, self._wait_s = dict.fromkeys(self._counts, 0), 0.0
         return found
 
@@ -240,7 +241,7 @@ class TrajectoryReader:
         """Returns the next group that may train at this step, or None while there is no file with one."""
         while True:
             if self._file is not None and self._line < len(self._lines):
-                group = decode(json.loads(self._lines[self._line]), self._ordinal)
+                group = decode(json.loads(self._lines[self._line]), self._ordinal, stem_of(*self._file) + ROWS)
                 self._line += 1
                 self._ordinal += 1
                 if self._fresh(group, step):
@@ -271,7 +272,7 @@ class TrajectoryReader:
         waiting = []
         for writer in sorted({_split(name)[0] for name in names if name.endswith(MANIFEST)}):
             number = self._done.get(writer, 0)
-            if f"{writer}-{number:08d}{MANIFEST}" in names:
+            if stem_of(writer, number) + MANIFEST in names:
                 waiting.append((number, writer))
         if not waiting:
             return False
@@ -281,10 +282,13 @@ class TrajectoryReader:
         return True
 
     def _read(self, file: tuple[str, int]) -> list[str]:
-        stem = f"{file[0]}-{file[1]:08d}"
+        stem = stem_of(*file)
         manifest = json.loads(self._folder.read(stem + MANIFEST))
         if manifest["format"] != FORMAT:
-            raise DataError(f"{self._folder.url}/{stem}: format {manifest['format']}, this rlhub reads {FORMAT}; use its version")
+            raise DataError(
+                f"{self._folder.url}/{stem}: format {manifest['format']}, this rlhub reads {FORMAT}; collect anew, or train on "
+                "these files with the version that wrote them"
+            )
         data = self._folder.read(f"{stem}.jsonl.gz")
         if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
             raise DataError(
@@ -300,6 +304,11 @@ class TrajectoryReader:
         if not ends or not writers <= ends:
             return False
         return all(self._done.get(name, 0) >= json.loads(self._folder.read(f"{name}.end.json"))["files"] for name in ends)
+
+
+def stem_of(writer: str, number: int) -> str:
+    """Returns the common part of the names of a writer's files of this number."""
+    return f"{writer}-{number:08d}"
 
 
 def _split(name: str) -> tuple[str, int]:

@@ -3,6 +3,7 @@ what it returns.
 
 - `ActorRolloutRefWorker`: actor, rollout engine and reference in one process per rank, with the resharding of the policy's
   weights inside it.
+- `ScoringActorWorker`: the actor alone, which scores samples that another job has collected.
 - `CriticWorker`: a value model behind a training engine.
 - `RewardModelWorker`, `JudgeWorker`: models that score and whose weights never change, a sequence classifier behind a training
   engine, and a rollout engine with a model of its own.
@@ -71,11 +72,11 @@ from rlhub.sharding_manager.route import SyncReport
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.single_controller.dispatch import collect_list
 from rlhub.utils.seeding import sample_seeds
-from rlhub.workers.actor import ActorPart
+from rlhub.workers.actor import ActorPart, ActorWorker
 from rlhub.workers.base import EngineWorker
 from rlhub.workers.generation import check_completions, spoil_weights
 from rlhub.workers.memory_handover import MemoryHolder, WorkerRuntime, memory_metrics, register_memory_holder, release_idle_memory
-from rlhub.workers.rollout import RolloutPart
+from rlhub.workers.rollout import RolloutPart, ScoringPart
 
 
 class ActorRolloutRefWorker(ActorPart, RolloutPart, MemoryHolder):
@@ -127,6 +128,31 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart, MemoryHolder):
     def _wake_rollout(self) -> None:
         if self.rollout_asleep:
             self.sync_weights(self.rollout.version)
+
+
+class ScoringActorWorker(ActorWorker, ScoringPart):
+    """Trains on samples of another job, and scores them beside its forward passes.  All methods run on every rank.
+
+    reward: the function that scores rows; None where none does.
+    """
+
+    def __init__(
+        self, config: ActorRolloutRefConfig, runtime: WorkerRuntime, *, reward: RewardFunction | None = None, **actor: Any
+    ) -> None:
+        """actor: the further settings of ActorPart."""
+        super().__init__(config, runtime, **actor)
+        self.reward = reward
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
+    def init_model(self) -> None:
+        """Builds the training engines (collective)."""
+        super().init_model()
+        model, copies = self.config.model, self.world_size // self.engine.dp_size
+        if self.reward is not None and self.engine.is_collect:
+            tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+            self._init_scoring(self.reward, tokenizer, copies)
+        # Scoring is dispatched as to ranks that generate, for which these stand in.
+        self._register_dispatch_collect_info("rollout", self.engine.dp_rank, self.engine.is_collect)
 
 
 CRITIC = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")

@@ -51,7 +51,35 @@ OUTCOMES = dataclasses.replace(ROLLOUT, name="outcomes of mesh rollout", collect
 """The same, for methods that return no batch: one output for each part of the rows, in their order."""
 
 
-class RolloutPart(Worker):
+class ScoringPart(Worker):
+    """The methods of every worker whose ranks have rows that the reward function scores."""
+
+    def _init_scoring(self, reward: RewardFunction, tokenizer: Decoder, ranks: int) -> None:
+        """Takes this rank's share of the machine's processes of the reward function, which start with the first rows.
+
+        ranks: so many have the same rows, of which one scores.
+        """
+        pool = reward.pool(self.local_rank // ranks, -(-self.context.local_world_size // ranks))
+        self.scorer = BackgroundScorer(pool, tokenizer)
+        self.closing.callback(self.scorer.close)
+
+    @register(dispatch_mode=OUTCOMES, deadline="generate")
+    def begin_scoring(self, batch: DataProto, key: str, max_failures: int) -> None:
+        """Begins to score the rank's rows by the reward function, beside the rank's next calls, and returns at once.
+
+        batch: needs responses, response_length and the columns of the data that the function reads.  max_failures: after more
+        failures the rank's other rows are skipped.
+        """
+        if self._meshes["rollout"].is_collect:
+            self.scorer.begin(key, batch, max_failures)
+
+    @register(dispatch_mode=OUTCOMES, deadline="generate")
+    def take_outcomes(self, key: str) -> PackedOutcomes | None:
+        """Waits for the outcomes of the rank's rows that began to be scored under this key, and returns them in their order."""
+        return self.scorer.take(key) if self._meshes["rollout"].is_collect else None
+
+
+class RolloutPart(ScoringPart):
     """The methods of every worker that has the rollout engine.  All run on every rank; ranks of one tensor-parallel engine
     get the same prompts.
 
@@ -71,7 +99,7 @@ class RolloutPart(Worker):
         self.vocabulary = read_vocabulary(model, tokenizer)
         dp_rank, tp_rank = divmod(self.rank, self.config.rollout.tensor_model_parallel_size)
         if self.reward is not None and tp_rank == 0:
-            self._init_scoring(self.reward, tokenizer)
+            self._init_scoring(self.reward, tokenizer, self.config.rollout.tensor_model_parallel_size)
         setup = rollout_setup(self.config, self.runtime, self.device, dp_rank=dp_rank, tp_rank=tp_rank)
         self.rollout = build_rollout_engine(setup)
         self.closing.callback(self.rollout.shutdown)
@@ -83,13 +111,6 @@ class RolloutPart(Worker):
             self.episodes = self.make_runner()
             self.closing.callback(lambda: self.episodes.close())
             self.encode = episode_encoder(self.env.srpo, self.device) if self.env.reward == "srpo" else None
-
-    def _init_scoring(self, reward: RewardFunction, tokenizer: Decoder) -> None:
-        """Takes this rank's share of the machine's processes of the reward function, which start with the first rows."""
-        ranks = self.config.rollout.tensor_model_parallel_size  # that share an engine, of which one scores
-        pool = reward.pool(self.local_rank // ranks, -(-self.context.local_world_size // ranks))
-        self.scorer = BackgroundScorer(pool, tokenizer)
-        self.closing.callback(self.scorer.close)
 
     @property
     def bucket_bytes(self) -> int:
@@ -160,21 +181,6 @@ class RolloutPart(Worker):
         if meta.get("embed") and self.env is not None and self.encode is not None:
             rows |= embedded(calls, self.encode, self.env.srpo.task)
         return DataProto.from_dict(tensors=rows)
-
-    @register(dispatch_mode=OUTCOMES, deadline="generate")
-    def begin_scoring(self, batch: DataProto, key: str, max_failures: int) -> None:
-        """Begins to score the rank's rows by the reward function, beside the rank's next calls, and returns at once.
-
-        batch: needs responses, response_length and the columns of the data that the function reads.  max_failures: after more
-        failures the rank's other rows are skipped.
-        """
-        if self._meshes["rollout"].is_collect:
-            self.scorer.begin(key, batch, max_failures)
-
-    @register(dispatch_mode=OUTCOMES, deadline="generate")
-    def take_outcomes(self, key: str) -> PackedOutcomes | None:
-        """Waits for the outcomes of the rank's rows that began to be scored under this key, and returns them in their order."""
-        return self.scorer.take(key) if self._meshes["rollout"].is_collect else None
 
     def _sampling(self, meta: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams(

@@ -84,7 +84,7 @@ class TrajectoryStore:
         """Takes the tokens of an episode that has ended.  Raises ValueError or WorkflowError for one that cannot be trained."""
         trajectory.check()
         columns = columns_of(trajectory)
-        self._check(key, columns)
+        check_columns(f"episode {key}", columns, self.vocab_size)
         self._put(key, columns)
         return TrajectoryRef.of(trajectory, self.home, key)
 
@@ -93,7 +93,7 @@ class TrajectoryStore:
         episode.check()
         whole = [row for row in episode.trajectories if isinstance(row, Trajectory)]
         for number, row in enumerate(whole):  # before any is taken: none of a bad episode stays
-            self._check(f"{key}.{number}", columns_of(row))
+            check_columns(f"episode {key}.{number}", columns_of(row), self.vocab_size)
         refs = [self.keep(f"{key}.{number}", row) for number, row in enumerate(whole)]
         return Episode(trajectories=refs, metrics=episode.metrics)
 
@@ -105,32 +105,15 @@ class TrajectoryStore:
         self._store.put(key, {name: _row(values) for name, values in columns.items()})
         self._names[key] = frozenset(columns)
 
-    def _check(self, key: str, columns: Mapping[str, Tensor]) -> None:
-        tokens = columns[RESPONSES]
-        outside = tokens < 0 if self.vocab_size is None else (tokens < 0) | (tokens >= self.vocab_size)
-        if outside.any():
-            raise WorkflowError(
-                f"episode {key} has token id {int(tokens[outside][0])}, outside the vocabulary of {self.vocab_size}"
-            )
-        if not columns[LOG_PROBS].isfinite().all():
-            raise WorkflowError(f"episode {key} has a log-prob that is not finite; check dtype and sampling settings")
-
     def read(self, request: RowRequest) -> DataProto:
         """Returns these rows.  Raises ColumnStoreError for one that is not here."""
-        rows = [self._flat(key, request.names) for key in request.keys]
-        for columns, oldest in zip(rows, request.oldest, strict=False):
-            _mask_older(columns, oldest)
-        for columns, reward in zip(rows, request.rewards, strict=False):
-            _set_reward(columns, reward)
-        joined = {name: _join([columns[name] for columns in rows], WIDE[name]) for name in request.names}
-        return DataProto(TensorDict(joined, batch_size=[len(rows)]))
+        return joined_rows([self._flat(key, request.names) for key in request.keys], request)
 
     def _flat(self, key: str, names: Sequence[str]) -> dict[str, Tensor]:
         """Returns the values of a row."""
         missing = {SCORES, ADDED} - self._names.get(key, frozenset())
         found = self._store.take(key, [name for name in names if name not in missing])
-        columns = {name: dense_rows(column)[0] for name, column in found.items()}
-        return columns | {name: torch.zeros(len(columns[RESPONSES])) for name in names if name in missing}
+        return {name: dense_rows(column)[0] for name, column in found.items()}
 
     def responses(self, keys: Sequence[str]) -> list[list[int]]:
         """Returns the response tokens of these rows.  Raises ColumnStoreError for one that is not here."""
@@ -157,6 +140,28 @@ class TrajectoryStore:
         parts = {name: torch.split(entries[name], entries[name + _LENGTHS].tolist()) for name in WIDE}
         for number, key in enumerate(keys):
             self._put(key, {name: parts[name][number].clone() for name in WIDE})
+
+
+def check_columns(what: str, columns: Mapping[str, Tensor], vocab_size: int | None) -> None:
+    """Raises WorkflowError for a row that would corrupt training silently.  what: names it; vocab_size: None takes all ids."""
+    tokens = columns[RESPONSES]
+    outside = tokens < 0 if vocab_size is None else (tokens < 0) | (tokens >= vocab_size)
+    if outside.any():
+        raise WorkflowError(f"{what} has token id {int(tokens[outside][0])}, outside the vocabulary of {vocab_size}")
+    if not columns[LOG_PROBS].isfinite().all():
+        raise WorkflowError(f"{what} has a log-prob that is not finite; check dtype and sampling settings")
+
+
+def joined_rows(rows: Sequence[dict[str, Tensor]], request: RowRequest) -> DataProto:
+    """Returns the rows of a request, given by their columns (length,) each, masked and rewarded as it says."""
+    for columns in rows:
+        columns |= {name: torch.zeros(len(columns[RESPONSES])) for name in request.names if name not in columns}
+    for columns, oldest in zip(rows, request.oldest, strict=False):
+        _mask_older(columns, oldest)
+    for columns, reward in zip(rows, request.rewards, strict=False):
+        _set_reward(columns, reward)
+    joined = {name: _join([columns[name] for columns in rows], WIDE[name]) for name in request.names}
+    return DataProto(TensorDict(joined, batch_size=[len(rows)]))
 
 
 def columns_of(trajectory: Trajectory) -> dict[str, Tensor]:

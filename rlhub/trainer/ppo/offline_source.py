@@ -10,14 +10,17 @@ configuration and seed give the same weights, bit for bit on CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from rlhub.agents.remote.holders import by_home
+from rlhub.agents.remote.trajectory_store import WIDE, RowRequest, trajectories_of, wide_names
+from rlhub.agents.trajectory import Trajectory, TrajectoryRef, rows_of, with_rows
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.order import ResumableLoader
@@ -27,10 +30,12 @@ from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.protocol.exchange import FileRows, RowSource
 from rlhub.protocol.layout import ColumnInfo
 from rlhub.protocol.sequences import with_padding
-from rlhub.rollout_service.executor.batches import episode_metrics, to_batch
+from rlhub.rollout_service.executor.batches import episode_metrics, prompt_columns, row_columns, score_rows, to_batch
+from rlhub.rollout_service.executor.episode_groups import Group
 from rlhub.rollout_service.trajectory_files import TrajectoryReader
+from rlhub.rollout_service.trajectory_rows import CollectedRows
 from rlhub.single_controller import WorkerGroup
-from rlhub.trainer.ppo.dealing import Dealing
+from rlhub.trainer.ppo.dealing import TRAINING_MESH, Dealing
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.step import SampleSource
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
@@ -47,6 +52,7 @@ class OfflineSource:
     """Is the SampleSource of training batches out of files that another job writes while this one trains.
 
     The loader stays where it is.  write: the training ranks leave their weights in a folder, which the collecting job waits for.
+    ranks: those that train, which read the tokens from the files; None: this process reads them.
     """
 
     config: PPOConfig
@@ -55,6 +61,7 @@ class OfflineSource:
     vocabulary: Vocabulary
     write: Callable[[str, int], object]
     timers: PhaseTimer
+    ranks: WorkerGroup | None = None
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     _published: int | None = field(init=False, default=None)
@@ -77,10 +84,43 @@ class OfflineSource:
             raise WorkflowError(
                 f"step {step} needs {wanted} groups; only {len(groups)} came, and the job that collects has ended"
             )
-        batch = to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size)
+        batch = self._batch(groups) if self.ranks is None else self._by_reference(groups, self.ranks, step)
         batch.meta_info["policy_version"] = self.policy_version
         self.metrics = self.reader.metrics() | episode_metrics(groups)
         return Samples(batch=batch)
+
+    def _by_reference(self, groups: Sequence[Group], ranks: WorkerGroup, step: int) -> Batch:
+        """Lets the ranks read the tokens from the files, equal parts of the rows: they are scored before they are dealt."""
+        rows = [row for group in groups for row in group.rows if isinstance(row, TrajectoryRef)]
+        names = wide_names(rows)
+        small = DataProto.from_dict(row_columns(groups) | score_rows(groups), prompt_columns(groups))
+        columns = {name: ColumnInfo(WIDE[name], (), ragged=True) for name in names}
+
+        def sources(chosen: np.ndarray) -> list[tuple[RowSource, np.ndarray]]:
+            part = [rows[row] for row in chosen.tolist()]
+            return [(self._source(part, places, names), np.array(places)) for places in by_home(part).values()]
+
+        return ranks.collect(small, columns, sources, TRAINING_MESH, f"collected-{step}")
+
+    def _source(self, rows: Sequence[TrajectoryRef], places: Sequence[int], names: tuple[str, ...]) -> CollectedRows:
+        """Returns what reads the rows at these places, which are all in one file."""
+        request = RowRequest.of([rows[place] for place in places], names)
+        return CollectedRows(self.reader.url, rows[places[0]].home, request, self.vocabulary.size)
+
+    def _batch(self, groups: Sequence[Group]) -> DataProto:
+        """Reads the tokens of all rows here."""
+        rows = [row for group in groups for row in group.rows if isinstance(row, TrajectoryRef)]
+        found: dict[int, Trajectory] = {}
+        for places in by_home(rows).values():
+            chosen = [rows[place] for place in places]
+            data = self._source(rows, places, wide_names(chosen)).read()
+            found |= zip(places, trajectories_of(chosen, data), strict=True)
+        ordered = iter(found[place] for place in range(len(rows)))
+        whole = [
+            replace(group, trajectories=[with_rows(one, [next(ordered) for _ in rows_of(one)]) for one in group.trajectories])
+            for group in groups
+        ]
+        return to_batch(whole, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size)
 
     def select(self, samples: Samples) -> Batch:
         """Returns all samples."""
@@ -104,9 +144,9 @@ class OfflineSource:
 
 
 def build_collected(
-    config: PPOConfig, loader: ResumableLoader, tokenizer: Any, write: Callable[[str, int], object], timers: PhaseTimer
+    config: PPOConfig, loader: ResumableLoader, tokenizer: Any, actor: WorkerGroup, timers: PhaseTimer
 ) -> OfflineSource:
-    """Returns the source of a configuration that config.rules.asynchronous has passed."""
+    """Returns the source of a configuration that config.rules.asynchronous has passed.  actor: the ranks that train."""
     rollout = config.actor_rollout_ref.rollout
     assert rollout.trajectories_folder is not None
     return OfflineSource(
@@ -114,8 +154,9 @@ def build_collected(
         loader=loader,
         reader=TrajectoryReader(rollout.trajectories_folder),
         vocabulary=read_vocabulary(config.actor_rollout_ref.model, tokenizer),
-        write=write,
+        write=actor.write_weights,
         timers=timers,
+        ranks=actor if config.trainer.batches == "reference" else None,
     )
 
 

@@ -46,7 +46,7 @@ from rlhub.rollout_service.executor.batches import TOOL_REWARDS, with_tool_rewar
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
 from rlhub.trainer.ppo.requirements import NAMES_OF_THE_REWARD, requirements
 from rlhub.trainer.ppo.validation_metrics import correctness
-from rlhub.trainer.ppo.worker_groups import COLOCATED_ROLE, ROLLOUT_ROLE
+from rlhub.trainer.ppo.worker_groups import ACTOR_ROLE, COLOCATED_ROLE, ROLLOUT_ROLE
 from rlhub.utils.timing import PhaseTimer
 from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.roles import JudgeWorker, RewardModelWorker
@@ -296,8 +296,8 @@ class RewardParts:
         )
 
     def _where_rows_are(self, function: RewardManager, groups: Mapping[str, WorkerGroup]) -> RewardManager:
-        """Returns the function's manager; where the ranks that generate can score rows for it, the driver's processes end."""
-        rollout = groups.get(ROLLOUT_ROLE, groups.get(COLOCATED_ROLE))
+        """Returns the function's manager; where the ranks that have the rows score them for it, the driver's processes end."""
+        rollout = next((groups[role] for role in (ROLLOUT_ROLE, COLOCATED_ROLE, ACTOR_ROLE) if role in groups), None)
         scores = rollout is not None and "begin_scoring" in rollout.methods()
         if rollout is not None and scores and isinstance(function, NaiveManager) and function.scores_rows:
             function.close()

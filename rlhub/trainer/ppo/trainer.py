@@ -53,7 +53,7 @@ from rlhub.trainer.ppo.worker_groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT
 from rlhub.trainer.run import Run
 from rlhub.workers.actor import ActorWorker, ReferenceWorker
 from rlhub.workers.memory_handover import WorkerRuntime
-from rlhub.workers.roles import ActorRolloutRefWorker, CriticWorker
+from rlhub.workers.roles import ActorRolloutRefWorker, CriticWorker, ScoringActorWorker
 from rlhub.workers.rollout import RolloutWorker
 
 
@@ -202,7 +202,7 @@ def build_schedule(
         return Validator(data.val_batches, samples, reward, data.tokenizer, run.timers, num_shown, config.reward_model)
 
     if is_collected(config):
-        return build_collected(config, data.loader, data.tokenizer, groups.actor.write_weights, run.timers), None
+        return build_collected(config, data.loader, data.tokenizer, groups.actor, run.timers), None
     if is_async(config):
         runtime = worker_runtime(config)
         stream, samples = build_stream(config, runtime, data.tokenizer, data.loader, groups, reward, run, stack)
@@ -279,7 +279,9 @@ def policy_roles(
         "needs_reference": needs_reference and not own_reference,
         "algorithm": config.algorithm,
     }
-    if own_rollout or serves:
+    if is_collected(config):
+        actor = ClassWithInitArgs(ScoringActorWorker, section, runtime, reward=reward, **settings)
+    elif own_rollout or serves:
         actor = ClassWithInitArgs(ActorWorker, section, runtime, **settings)
     else:
         actor = ClassWithInitArgs(ActorRolloutRefWorker, section, runtime, reward=reward, env=simulators, **settings)
