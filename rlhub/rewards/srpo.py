@@ -15,7 +15,6 @@ of the episodes and any division over ranks.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,7 +197,8 @@ def _pixels(frames: Tensor) -> Tensor:
 def _projection(width: int) -> Tensor:
     """Returns the same random matrix in every process, (width, PROJECTED)."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(width, PROJECTED, generator=generator, dtype=torch.float64) / math.sqrt(PROJECTED)
+    projection: Tensor = torch.randn(width, PROJECTED, generator=generator, dtype=torch.float64) / PROJECTED**0.5
+    return projection
 
 
 @torch.no_grad()
@@ -211,5 +211,6 @@ def _video(model: Any, frames: Tensor) -> Tensor:
     videos = videos.view(*frames.shape[:3], size, size).transpose(0, 1)  # (cameras, frames, 3, size, size)
     if missing := -videos.shape[1] % model.config.tubelet_size:
         videos = torch.cat([videos, videos[:, -1:].expand(-1, missing, -1, -1, -1)], 1)
-    features: Tensor = model.get_vision_features(videos.to(model.device))
-    return features.double().mean((0, 1)).cpu()
+    features = model.get_vision_features(videos.to(model.device))
+    embedding: Tensor = features.double().mean((0, 1)).cpu()
+    return embedding

@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 
 from rlhub.config.rules import placement
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.vla import FLOW
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -35,6 +36,9 @@ def _rollout_ranks(config: PPOConfig) -> int:
 def problems(config: PPOConfig) -> list[str]:
     """Returns the problems of settings that do not fit together; [] without simulators."""
     env, scoring = config.env, config.reward_model
+    if config.actor_rollout_ref.model.vla.get("decoding") == FLOW:
+        key = "actor_rollout_ref.model.vla.decoding=flow"
+        return [f"{key}: PI0 gives no log-probs of its actions, which policy gradients need; clone it with main_sft"]
     if env.name is None:
         return []
     policy, given, ranks = config.actor_rollout_ref.model, f"env.name={env.name}", _rollout_ranks(config)

@@ -36,8 +36,8 @@ class EnvConfig:
     manager: dict[str, Any] = field(default_factory=dict)
     """How the processes of the simulators run, by the names of EnvManagerOptions (rlhub/envs/vector/manager.py), for example
     {processes: 4, timeout_s: 60, python: /path/to/python, affinity: cores}."""
-    reward: Literal["environment", "success", "srpo"] = "environment"
-    """environment: the simulator's own rewards. success: 1 for the call that solves the task, and a time-out ends an episode like
+    reward: Literal["simulator", "success", "srpo"] = "simulator"
+    """simulator: the simulator's own rewards. success: 1 for the call that solves the task, and a time-out ends an episode like
     a failure. srpo: the same, and a failure has a reward from 0 to 0.6 by its likeness to successes (rlhub/rewards/srpo.py)."""
     srpo: SRPOConfig = field(default_factory=SRPOConfig)
     """How reward=srpo compares failures with successes."""

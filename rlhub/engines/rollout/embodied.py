@@ -122,7 +122,7 @@ class EpisodeRunner:
     ) -> None:
         """config: with num_envs, of this rank, over all stages.  make_env: is called for each stage, in order."""
         self.engine, self.vla, self.tokenizer = engine, vla, tokenizer
-        self.by_success = config.reward != "environment"
+        self.by_success = config.reward != "simulator"
         self.actions, self.pad_id = ActionTokenizer(vla), pad_id(tokenizer)
         self.stages = [_Stage(make_env(options), self) for options in stage_options(config, vla)]
         self._prompts: dict[str, list[int]] = {}

@@ -229,8 +229,10 @@ def build_schedule(
                 generator=episodes,
                 groups=groups,
                 log=PromptLog(run.folder.path / PROMPTS),
+                timers=run.timers,
                 last_step=data.total_steps,
             )
+            stack.callback(ahead.close)
             source, refresh = ahead, ahead.refresh
         on_scenes = episode_validator(config, data.val_batches, data.tokenizer, episodes)
         on_scenes.refresh = refresh

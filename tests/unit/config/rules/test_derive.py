@@ -54,6 +54,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high",
         "critic.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "reward_model.micro_batch_size_per_gpu",
+        "actor_rollout_ref.ref.model.path",
         "reward_model.model.path", "reward_model.model.input_tokenizer", "reward_model.max_length",
         "reward_model.judge.model.path", "reward_model.judge.prompt_template",
         "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs",
