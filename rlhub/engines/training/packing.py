@@ -130,8 +130,6 @@ def action_inputs(rows: Rows, vla: VLAConfig, *, device: torch.device) -> ModelI
     """
     mask = rows["response_mask"].bool()
     width, slots = mask.shape[1], mask.flatten().nonzero().squeeze(1)
-    if vla.decoding == FLOW:
-        return _flow_inputs(rows, slots, tuple(mask.shape), vla, device=device)
     placed = place_tokens(rows["input_ids"], rows["attention_mask"], width, vla)
     responses = rows["input_ids"][:, rows["input_ids"].shape[1] - width :]
     targets = responses.flatten()[slots] - vla.first_bin_id
@@ -155,15 +153,18 @@ def action_inputs(rows: Rows, vla: VLAConfig, *, device: torch.device) -> ModelI
     return _to(inputs, device)
 
 
-def _flow_inputs(rows: Rows, slots: Tensor, shape: tuple[int, ...], vla: VLAConfig, *, device: torch.device) -> ModelInputs:
-    flow, none = flow_inputs(rows, vla), slots.new_empty(0)
+def action_flow_inputs(rows: Rows, vla: VLAConfig, *, device: torch.device) -> ModelInputs:
+    """Plans one micro-batch of a policy by flow matching, for numbers per number of an action; see FLOW_COLUMNS."""
+    mask, flow = rows["response_mask"].bool(), flow_inputs(rows, vla)
+    slots = mask.flatten().nonzero().squeeze(1)
+    none = slots.new_empty(0)
     inputs = ModelInputs(
         input_ids=flow.input_ids,
         position_ids=none,
         sources=slots,
         targets=none,
         slots=slots,
-        shape=shape,
+        shape=tuple(mask.shape),
         attention_mask=None,
         plan=None,
         flow=flow.to(device),

@@ -52,12 +52,7 @@ class ManiSkillSimulator:
         max_steps: int = 50,
         chunk: int = 4,
     ) -> None:
-        options = {"num_envs": 1, "sim_backend": "cpu", "obs_mode": "rgb", "control_mode": control_mode}
-        try:
-            made = gymnasium.make(task, sensor_configs={"width": size, "height": size}, **options)
-        except RuntimeError as error:  # sapien's, which names Vulkan's code only
-            raise EnvError(f"{task} cannot be built ({error}); without a GPU its renderer needs Mesa 24.3 or later") from error
-        self._env = CPUGymWrapper(made)
+        self._env = CPUGymWrapper(_made(task, size, control_mode))
         self._camera, self._instruction = camera, instruction
         self._seen, _ = self._env.reset(seed=0)
         if camera not in (known := self._seen["sensor_data"]):
@@ -101,3 +96,11 @@ class ManiSkillSimulator:
 
     def close(self) -> None:
         self._env.close()
+
+
+def _made(task: str, size: int, control_mode: str) -> Any:
+    options: dict[str, Any] = {"num_envs": 1, "sim_backend": "cpu", "obs_mode": "rgb", "control_mode": control_mode}
+    try:
+        return gymnasium.make(task, sensor_configs={"width": size, "height": size}, **options)
+    except RuntimeError as error:  # sapien's, which names Vulkan's code only
+        raise EnvError(f"{task} cannot be built ({error}); without a GPU its renderer needs Mesa 24.3 or later") from error

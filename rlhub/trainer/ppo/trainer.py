@@ -209,30 +209,36 @@ def build_schedule(
         concurrent = ConcurrentValidation(validator(samples), samples, stream.publisher.wait, run.spans.record)
         stack.callback(concurrent.close)
         return stream, concurrent if data.val_batches else None
-    by_reference = config.trainer.batches == "reference"
     if config.env.name is not None:
-        reference = SelfReference(config.env.srpo) if config.env.reward == "srpo" else None
-        episodes = EpisodeGenerator(groups.rollout, config.actor_rollout_ref.rollout, by_reference, reference)
-        source: SampleSource = SyncSource(config, data.loader, episodes, groups.weights)
-        refresh = None
-        if runs_ahead(config):
-            ahead = EpisodeStream(
-                config=config,
-                loader=data.loader,
-                generator=episodes,
-                groups=groups,
-                log=PromptLog(run.folder.path / PROMPTS),
-                timers=run.timers,
-                last_step=data.total_steps,
-            )
-            stack.callback(ahead.close)
-            source, refresh = ahead, ahead.refresh
-        on_scenes = episode_validator(config, data.val_batches, data.tokenizer, episodes)
-        on_scenes.refresh = refresh
-        return source, BlockingValidation(on_scenes) if data.val_batches else None
+        return episode_schedule(config, data, groups, run, stack)
+    by_reference = config.trainer.batches == "reference"
     generator = Generator(groups.rollout, config.actor_rollout_ref.rollout, by_reference)
     blocking = BlockingValidation(validator(generator))
     return SyncSource(config, data.loader, generator, groups.weights), blocking if data.val_batches else None
+
+
+def episode_schedule(
+    config: PPOConfig, data: PPOData, groups: WorkerGroups, run: Run, stack: ExitStack
+) -> tuple[SampleSource, ValidationSchedule | None]:
+    """Returns the source of episodes of simulators, in turns with training or ahead of it."""
+    reference = SelfReference(config.env.srpo) if config.env.reward == "srpo" else None
+    by_reference = config.trainer.batches == "reference"
+    episodes = EpisodeGenerator(groups.rollout, config.actor_rollout_ref.rollout, by_reference, reference)
+    validator = episode_validator(config, data.val_batches, data.tokenizer, episodes)
+    source: SampleSource = SyncSource(config, data.loader, episodes, groups.weights)
+    if runs_ahead(config):
+        source = ahead = EpisodeStream(
+            config=config,
+            loader=data.loader,
+            generator=episodes,
+            groups=groups,
+            log=PromptLog(run.folder.path / PROMPTS),
+            timers=run.timers,
+            last_step=data.total_steps,
+        )
+        stack.callback(ahead.close)
+        validator.refresh = ahead.refresh
+    return source, BlockingValidation(validator) if data.val_batches else None
 
 
 def episode_validator(

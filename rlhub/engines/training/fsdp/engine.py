@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
-from rlhub.config.sections.vla import vla_of
+from rlhub.config.sections.vla import FLOW, vla_of
 from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TokenCounts, TrainEngine
 from rlhub.engines.training.collectives import gather_rows
 from rlhub.engines.training.fsdp.building import BuildPlan, ShardedAdamW, build_sharded, fill, live_pieces
@@ -29,6 +29,7 @@ from rlhub.engines.training.fsdp.weights import (
 from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_rows, on_device, put_rows, take_rows, trim
 from rlhub.engines.training.packing import (
     ModelInputs,
+    action_flow_inputs,
     action_inputs,
     check_outputs,
     columns_read,
@@ -170,7 +171,8 @@ class FSDPEngine(TrainEngine):
 
     def _inputs(self, micro: Rows) -> ModelInputs:
         if self.vla is not None:
-            return action_inputs(micro, self.vla, device=self.device)
+            plan_actions = action_flow_inputs if self.vla.decoding == FLOW else action_inputs
+            return plan_actions(micro, self.vla, device=self.device)
         pack, device = self.model_config.use_remove_padding, self.device
         if self.kind == "reward":
             return row_inputs(micro, pack=pack, device=device)
