@@ -42,7 +42,7 @@ from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import PromptLedger
-from rlhub.rollout_service.executor.staleness import StalenessManager
+from rlhub.rollout_service.executor.staleness import Pacing, StalenessManager
 from rlhub.rollout_service.fleet import FleetLimits
 from rlhub.rollout_service.service import RolloutService, ServiceOptions
 from rlhub.sharding_manager.files import WeightWriter
@@ -148,13 +148,15 @@ class Loop:
             runner=self.runner,
             engine=self.service.router,
             workflow_for=lambda row: workflow,
-            staleness=StalenessManager(plan.batch, plan.max_staleness),
+            staleness=StalenessManager(plan.batch, plan.max_staleness, pacing=Pacing(plan.batch)),
             ledger=self.ledger,
             options=ExecutorOptions(
                 group_size=plan.group_size,
                 seed=plan.seed,
                 stale_policy=plan.policy,  # type: ignore[arg-type]
                 episode_timeout_s=10.0,
+                episode_retries=1,
+                min_samples=1,
             ),
             on_group=self.records.reward,
             keep=lambda group: fuzz.chance(plan.seed, group.ordinal, "filter").random() >= fuzz.FILTER,

@@ -28,8 +28,8 @@ from tests.support.audit import TrainedGroup, audit
 
 FUZZ_ENGINE = "fuzz"
 STEP_S = 0.001
-FAIL, NOTHING, REJECT, HANG, FILTER = 0.02, 0.02, 0.01, 0.002, 0.05
-"""Shares of the episodes that raise, return None, raise Reject, never end; of the groups that the filter turns down."""
+FAIL, NOTHING, REJECT, HANG, FILTER = 0.15, 0.02, 0.01, 0.002, 0.05
+"""Shares of the attempts that raise, return None, raise Reject, never end; of the groups that the filter turns down."""
 
 
 def slow_engine(setup: RolloutSetup) -> FakeEngine:
@@ -51,7 +51,7 @@ class Erratic(SingleTurn):
 
     async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
         seed, mean_s = self.parts.kwargs["seed"], self.parts.kwargs["mean_s"]
-        drawn = chance(seed, data.ordinal, data.sample)
+        drawn = chance(seed, data.ordinal, data.sample, data.seed)
         fate = drawn.random()
         await asyncio.sleep(mean_s * drawn.uniform(0.1, 1.0))
         if fate < FAIL:

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams
 from rlhub.rollout_service.executor.episode_groups import PromptItem
 from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import PromptLedger
@@ -108,7 +108,7 @@ async def no_score(row: object, text: str) -> tuple[float, dict[str, float]]:
 class NoEngine:
     """The episodes generate nothing."""
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         raise NotImplementedError
 
 
