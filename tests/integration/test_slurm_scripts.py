@@ -1,0 +1,150 @@
+"""The scripts for Slurm as Slurm runs them, on two machines that stand-ins for `srun` and `scontrol` make of this one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from scripts.checks.jobs import ROOT, STEPS, Task
+from tests.support.metrics import rows_of
+from tests.support.ports import free_port
+
+LIMIT_S = 400.0
+JOB = str(os.getpid())
+SRUN = """#!/usr/bin/env bash
+# Starts a command on each of two machines, refuses options that it does not know, and passes signals on.
+while [[ "$1" == --* ]]; do
+  case "$1" in
+    --ntasks=2) tasks=2 ;;
+    --ntasks-per-node=1 | --kill-on-bad-exit=1) ;;
+    *) echo "srun: unrecognized option '$1'" >&2; exit 1 ;;
+  esac
+  shift
+done
+for ((node = 0; node < tasks; node++)); do SLURM_NODEID=$node "$@" & done
+trap 'kill -TERM $(jobs -p)' TERM
+status=0
+for task in $(jobs -p); do
+  wait "$task" || status=$?
+  while kill -0 "$task" 2>/dev/null; do wait "$task" || status=$?; done
+done
+exit "$status"
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$*" = "show hostnames node[1-2]" ]; then hostname; echo node2; else exit 1; fi
+"""
+
+
+@pytest.fixture
+def variables(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job on two machines, of which neither has a GPU."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    of_job = {
+        "SLURM_JOB_ID": JOB,
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_CPUS_ON_NODE": "2",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "RLHUB_PORT": str(free_port()),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_ADDRESS", "RAY_AUTH", "SLURM_"))}
+    return kept | of_job
+
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start(variables: dict[str, str]) -> Iterator[Start]:
+    """Starts scripts, with (script, log, *settings); those that a failed test leaves are ended."""
+    jobs: list[subprocess.Popen[bytes]] = []
+    yield lambda *arguments: jobs.append(start_job(variables, *arguments)) or jobs[-1]
+    for job in jobs:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGTERM)
+            job.wait(60)
+
+
+def start_job(variables: dict[str, str], script: str, log: Path, *settings: str) -> subprocess.Popen[bytes]:
+    """Slurm runs a copy of the script, in a folder of its own."""
+    copied = Path(shutil.copy(ROOT / "scripts" / "cluster" / script, log.with_name("slurm_script")))
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            ["bash", str(copied), *settings],
+            env=variables,
+            stdout=output,
+            stderr=output,
+            cwd=log.parent,
+            start_new_session=True,
+        )
+
+
+def wait_for(text: str, job: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while text not in log.read_text():
+        assert job.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.1)
+
+
+def test_a_job_that_is_told_to_stop_saves_and_continues_in_the_next(
+    tmp_path: Path, variables: dict[str, str], start: Start
+) -> None:
+    """The first has no Ray, the second has; nothing of either is left, and the token of the second keeps others out."""
+    task, run, log = Task(folder=tmp_path / "task").write(), tmp_path / "run", tmp_path / "first"
+    more = ("trainer.backend=ray", "trainer.record_batches=False", "trainer.save_freq=-1")
+    settings = task.arguments(run, *more, deadline_s=120.0)
+
+    first = start("slurm_torchrun.sh", log, *settings, "trainer.total_training_steps=1000")
+    wait_for("step 2/1000", first, log)
+    assert "in every process, 2 ranks on cpu" in log.read_text()
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(LIMIT_S) != 0
+    (saved,) = run.glob("global_step_*")
+    done = len(rows_of(run))
+    assert saved.name == f"global_step_{done}" and done >= 2, log.read_text()[-3000:]
+
+    log, last = tmp_path / "second", f"trainer.total_training_steps={done + STEPS}"
+    second = start("slurm_ray.sh", log, *settings, last)
+    wait_for("joined a Ray cluster: ", second, log)
+    head = log.read_text().partition("joining the Ray cluster at ")[2].split()[0]
+    stranger = subprocess.run(
+        [Path(sys.executable).with_name("ray"), "status", "--address", head],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert stranger.returncode != 0 and "auth" in (stranger.stdout + stranger.stderr).lower(), stranger
+    assert second.wait(LIMIT_S) == 0, log.read_text()[-3000:]
+    assert [row["step"] for row in rows_of(run)] == list(range(1, done + STEPS + 1))
+    left = [process.cmdline() for process in psutil.process_iter() if f"/tmp/ray-{JOB}/" in " ".join(process.cmdline())]
+    assert left == []
+    shutil.rmtree(f"/tmp/ray-{JOB}")
+
+
+@pytest.mark.parametrize("script", ["slurm_ray.sh", "slurm_torchrun.sh"])
+def test_outside_of_a_job_nothing_is_started(script: str) -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    command = ["bash", str(ROOT / "scripts" / "cluster" / script)]
+    refused = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode != 0 and f"{script} runs in a Slurm job: submit it with sbatch" in refused.stderr
+
+
+def test_a_cluster_that_does_not_start_ends_the_job(tmp_path: Path, start: Start) -> None:
+    """Here srun refuses what it is asked for."""
+    (tmp_path / "srun").write_text("#!/bin/sh\necho srun: error >&2\nexit 1\n")
+    log = tmp_path / "log"
+    assert start("slurm_ray.sh", log).wait(60) == 1
+    assert "srun: error" in log.read_text() and "slurm: Ray ended before it listened on" in log.read_text()
