@@ -28,7 +28,7 @@ from rlhub.models.packed_attention import MIN_GROUP_TOKENS, NEW_GROUP_RATIO, var
 PREFIX_ATTENTION = "rlhub_prefix"
 MIXED_SCORES = 1 << 17
 """The most scores of a batch whose prefixes differ in length, which needs a mask for each row."""
-REFUSED = ("softcap", "s_aux")
+REFUSED = ("dropout", "softcap", "s_aux")
 """Arguments of attention functions that the kernels here do not follow."""
 
 
@@ -168,8 +168,6 @@ def prefix_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
     packing: PrefixPlan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -178,7 +176,8 @@ def prefix_attention(
     query: (1, heads, tokens, width).
     key, value: (1, kv heads, tokens, width).
     packing: the plan of the rows.
-    sliding_window: the number of tokens of its row that a token attends to, itself included; None for all before it.
+    others: of these, sliding_window is the number of tokens of its row that a token attends to, itself included; None for all
+        before it.
     Raises EngineError where the model does not pass the plan, or asks for what rows that share tokens cannot have.
     """
     if packing is None or packing.num_tokens != query.shape[2]:
@@ -186,11 +185,15 @@ def prefix_attention(
             f"prefix attention was given no plan for its {query.shape[2]} tokens: this model does not pass attention arguments "
             "through; set actor.prefix_packing=false"
         )
-    asked = [name for name in REFUSED if others.get(name) is not None] + (["dropout"] if dropout else [])
-    if asked:
-        raise EngineError(f"the model's attention has {', '.join(asked)}, without prefixes only; set actor.prefix_packing=false")
+    if asked := [name for name in REFUSED if isinstance(found := others.get(name), Tensor) or found]:
+        raise EngineError(
+            f"the model's attention asks for {', '.join(asked)}, which prefix attention does not compute; "
+            "set actor.prefix_packing=false"
+        )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    window = None if sliding_window is None or sliding_window >= packing.longest[1] else sliding_window
+    window: int | None = others.get("sliding_window")
+    if window is not None and window >= packing.longest[1]:
+        window = None
     return attend_prefixes(query, key, value, packing, scaling=scaling, window=window)[None], None
 
 

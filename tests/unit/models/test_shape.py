@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rlhub.errors import ConfigError
-from rlhub.models.shape import read_model_shape
+from rlhub.models.shape import prefix_problems, read_model_shape, read_model_values
 
 
 def test_sizes_and_overrides(model_folder: Path) -> None:
@@ -45,3 +45,23 @@ def test_errors_name_the_file(tmp_path: Path, content: str | None, message: str)
 def test_loads_no_torch() -> None:
     code = "import sys, rlhub.models.shape; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "reason"),
+    [
+        ({}, {}, None),
+        ({"attention_dropout": 0.1}, {}, None),  # switched off when the model is loaded
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, {}, None),
+        ({"num_experts": 8}, {}, None),
+        ({}, {"attention_dropout": 0.1}, "random numbers"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, {}, "linear_attention"),
+        ({"mamba_d_state": 16}, {}, "mamba_d_state"),
+        ({"capacity_factor": 1.25}, {}, "capacity_factor"),
+        ({"vision_config": {"depth": 2}}, {}, "images"),
+        ({"alibi": True}, {}, "alibi"),
+    ],
+)
+def test_models_whose_rows_cannot_share_prefixes(model_folder: Path, values: dict, overrides: dict, reason: str | None) -> None:
+    found = prefix_problems(read_model_values(model_folder) | values, overrides)
+    assert len(found) == (reason is not None) and (reason is None or reason in found[0])

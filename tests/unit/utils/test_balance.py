@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlhub.errors import ConfigError
 from rlhub.utils import balance
-from rlhub.utils.balance import partition
+from rlhub.utils.balance import partition, partition_groups
 
 LENGTHS = st.lists(st.integers(0, 4096), max_size=60)
 
@@ -124,3 +124,25 @@ def test_rows_that_are_assigned_at_once_go_where_they_go_one_by_one(seed: int) -
         expected[part].append(row)
         sums[part] += values[row]
     assert balance._longest_first(values, loads, capacities) == expected
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12), num_parts=st.integers(1, 5), seed=st.integers(0, 99))
+def test_groups_are_split_only_where_they_do_not_fit(sizes: list[int], num_parts: int, seed: int) -> None:
+    groups = [group for group, size in enumerate(sizes) for _ in range(size)]
+    lengths, capacities = np.random.default_rng(seed).integers(1, 99, len(groups)), even_sizes(len(groups), num_parts)
+    parts = partition_groups(lengths, groups, capacities, [0] * num_parts)
+    assert [len(part) for part in parts] == capacities
+    assert sorted(row for part in parts for row in part) == list(range(len(groups)))
+    pieces = sum(len({groups[row] for row in part}) for part in parts)
+    assert pieces <= len(sizes) + num_parts * max(sizes)
+    if num_parts == 1:
+        assert pieces == len(sizes)
+
+
+def test_whole_groups_of_one_size_stay_whole_and_even() -> None:
+    groups = [row % 6 for row in range(48)]
+    lengths = [10 + 5 * group for group in groups]
+    parts = partition_groups(lengths, groups, [16, 16, 16], [0, 0, 0])
+    assert [len({groups[row] for row in part}) for part in parts] == [2, 2, 2]
+    assert {sum(lengths[row] for row in part) for part in parts} == {8 * 45}

@@ -70,6 +70,22 @@ def test_each_rule_names_what_breaks_it(values: dict[str, object], parts: tuple[
     assert all(part in problem for part in parts), problem
 
 
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({}, ()),
+        ({"actor_rollout_ref__actor__strategy": "megatron"}, ("strategy=megatron", "strategy=fsdp2")),
+        ({"actor_rollout_ref__model__use_remove_padding": False}, ("use_remove_padding=false", "set it to true")),
+        ({"actor_rollout_ref__model__vla": {"chunk": 1}}, ("model.vla",)),
+    ],
+)
+def test_prefixes_are_shared_by_packed_rows_of_fsdp2(values: dict[str, object], parts: tuple[str, ...]) -> None:
+    found = [
+        text for text in checks.check(good(actor_rollout_ref__actor__prefix_packing=True, **values)) if "prefix_packing" in text
+    ]
+    assert len(found) == bool(parts) and all(part in text for text in found for part in (*parts, "or prefix_packing=false"))
+
+
 def test_problems_come_together() -> None:
     assert len(checks.check(good(trainer__test_freq=0, data__train_batch_size=64, trainer__save_freq=0))) == 3
 

@@ -46,6 +46,20 @@ def test_membership_is_the_same_for_any_number_of_ranks(lengths, per_mini_batch,
     assert sorted(row for rows in members(ranks).values() for row in rows) == list(range(len(lengths)))
 
 
+def test_rows_of_a_prompt_stay_on_one_rank_where_their_prefixes_are_shared() -> None:
+    def ranks_of_prompts(**options: bool) -> list[int]:
+        batch = batch_of([20 + row % 7 for row in range(24)])
+        batch.batch["uid"] = torch.arange(6).repeat_interleave(4)
+        batch.batch["prompt_length"] = torch.full((24,), 8)
+        batch.batch["response_length"] = torch.tensor([12 + row % 7 for row in range(24)])
+        arrange(batch, rows_per_mini_batch=12, num_ranks=3, balance=True, **options)
+        ranks = torch.arange(3).repeat_interleave(8)
+        return [len(ranks[batch.batch["uid"] == uid].unique()) for uid in range(6)]
+
+    assert ranks_of_prompts(whole_groups=True) == [1] * 6
+    assert max(ranks_of_prompts()) > 1
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     counts=st.lists(st.integers(1, 4), min_size=1, max_size=20),
