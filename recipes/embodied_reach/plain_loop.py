@@ -20,11 +20,12 @@ from transformers import AutoModelForImageTextToText
 
 from recipes.embodied_reach.demonstrations import FIRST_WORD, STREAMS, VLA, WORDS, episode_seeds, record
 from recipes.tiny_smolvlm import build_config, build_tokenizer, initialize
+from rlhub.config.sections.env import SRPOConfig
 from rlhub.data.episodes import ActionTokenizer, RecordedEpisode
 from rlhub.envs.vector.base import Obs
 from rlhub.envs.vector.lockstep import LockStep
 from rlhub.envs.vector.reach_color import COLORS, SCENES, ReachColor
-from rlhub.rewards.srpo import SRPOKnobs, SuccessBank, episode_encoder, srpo_rewards
+from rlhub.rewards.srpo import SuccessBank, episode_encoder, srpo_rewards
 from rlhub.trainer.ppo.embodied import wilson_interval
 
 
@@ -39,11 +40,11 @@ class Settings:
     clone_until: float = field(default=0.30, metadata={"help": "success at which cloning stops; over 1: --clone-updates decide"})
     clone_updates: int = field(default=400, metadata={"help": "most updates of cloning"})
     clone_lr: float = 1e-3
-    episodes: int = field(default=128, metadata={"help": "episodes of an iteration, each whole"})
+    episodes: int = field(default=128, metadata={"help": "episodes of an iteration, each whole; from scratch 256 learn"})
     lr: float = 6e-4
     warmup: int = field(default=20, metadata={"help": "updates"})
     epochs: int = field(default=4, metadata={"help": "most passes over the rows of an iteration"})
-    minibatches: int = field(default=2, metadata={"help": "of an epoch"})
+    minibatches: int = field(default=2, metadata={"help": "of an epoch; one for 64 episodes"})
     kl_stop: float = field(default=0.05, metadata={"help": "estimated KL of a minibatch, after which an iteration stops"})
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -55,7 +56,7 @@ class Settings:
     group: int = field(default=1, metadata={"help": "episodes that share an initial state"})
     grpo: bool = field(default=False, metadata={"help": "returns compared within groups, instead of values"})
     sparse: bool = field(default=False, metadata={"help": "the reward is 1 for success, and a time-out ends an episode"})
-    srpo: bool = field(default=False, metadata={"help": "sparse, and failures get the self-referential reward of their group"})
+    srpo: bool = field(default=False, metadata={"help": "sparse, and failures are compared with successes of their scene"})
     black_pictures: bool = field(default=False, metadata={"help": "control: the policy sees black, in PPO and in its checks"})
     shuffle_rewards: bool = field(default=False, metadata={"help": "control: rewards of an iteration change places"})
     frozen: bool = field(default=False, metadata={"help": "control: no update after cloning"})
@@ -214,14 +215,14 @@ class Collector:
         self.env = environments(settings.episodes)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.scenes = np.random.default_rng([STREAMS.index("rollouts"), settings.seed])
-        self.encoder = episode_encoder("pixels", seed=0)
+        self.encoder, self.bank = episode_encoder(SRPOConfig()), SuccessBank()
         self.obs = self.reset()
 
     def reset(self) -> Obs:
         """Begins the episodes."""
         size = self.settings.group
-        seeds = self.scenes.integers(2**62, size=self.env.num_envs // size)
-        return self.env.reset(seeds=np.repeat(seeds, size).tolist())
+        self.seeds = np.repeat(self.scenes.integers(2**62, size=self.env.num_envs // size), size)
+        return self.env.reset(seeds=self.seeds.tolist())
 
     @torch.no_grad()
     def collect(self, policy: Policy) -> tuple[Rows, dict[str, float]]:
@@ -256,8 +257,8 @@ class Collector:
         last = torch.from_numpy(self.obs.images[:, 0])
         films = [torch.cat([images[valid[:, row], row], last[row][None]]) for row in range(len(last))]
         embeddings = self.encoder([film.permute(0, 3, 1, 2)[:, None] for film in films])
-        group = torch.arange(len(last)) // self.settings.group
-        return srpo_rewards(embeddings, solved, group, SuccessBank(), SRPOKnobs())[0]
+        rewards, self.bank = srpo_rewards(embeddings, solved, torch.from_numpy(self.seeds), self.bank, SRPOConfig())
+        return rewards
 
     def _call(self, policy: Policy) -> tuple[Tensor, ...]:
         """Acts once in every environment; returns one column of each kind, (environments, ...)."""
@@ -350,26 +351,39 @@ def report(stage: str, count: int, episodes: np.ndarray, **numbers: float) -> No
     )
 
 
-def run(settings: Settings) -> dict[str, float]:
-    """Clones and improves a policy; returns its success at the start and at the end."""
+@dataclass(slots=True, kw_only=True)
+class Curve:
+    """Success over the fixed initial states: after these iterations, and at the end told the other colour, and blindfolded."""
+
+    success: dict[int, float]
+    other_color: float
+    blindfolded: float
+
+
+def run(settings: Settings, policy: Policy | None = None) -> Curve:
+    """Clones and improves a policy.  policy: one that is cloned already."""
     torch.set_num_threads(settings.threads)
-    policy = Policy(settings.seed)
-    if not settings.from_scratch:
-        clone(policy, settings)
+    if policy is None:
+        policy = Policy(settings.seed)
+        if not settings.from_scratch:
+            clone(policy, settings)
     env, black = environments(settings.checked), settings.black_pictures
-    first = last = fixed_success(policy, env, black=black)
-    report("start", 0, first)
+    start = fixed_success(policy, env, black=black)
+    curve = {0: float(start.mean())}
+    report("start", 0, start)
     collector, learner = Collector(settings), Learner(policy, settings)
     for iteration in range(1, settings.iterations + 1):
         rows, numbers = collector.collect(policy)
         if not settings.frozen:
             numbers |= learner.update(rows)
         if iteration % settings.check_every == 0 or iteration == settings.iterations:
-            last = fixed_success(policy, env, black=black)
-            report("iteration", iteration, last, **numbers)
-    report("other colour", settings.iterations, fixed_success(policy, env, other_color=True))
-    report("blindfolded", settings.iterations, fixed_success(policy, env, black=True))
-    return {"first": float(first.mean()), "last": float(last.mean())}
+            solved = fixed_success(policy, env, black=black)
+            curve[iteration] = float(solved.mean())
+            report("iteration", iteration, solved, **numbers)
+    other, blind = fixed_success(policy, env, other_color=True), fixed_success(policy, env, black=True)
+    report("other colour", settings.iterations, other)
+    report("blindfolded", settings.iterations, blind)
+    return Curve(success=curve, other_color=float(other.mean()), blindfolded=float(blind.mean()))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -19,6 +19,8 @@ from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Pr
 
 Interrupt = Callable[[Sequence[str]], Awaitable[None]]
 """`await interrupt(request_ids)` aborts these generations; each returns its tokens with the finish reason "abort"."""
+COLLECT_S = 10.0
+"""Time limit in seconds for the running generations to return the tokens that they have sampled."""
 
 
 def join(before: Completion | None, after: Completion) -> Completion:
@@ -130,6 +132,20 @@ class TrackedEngine:
             del self._running[end]
             self._awaited.discard(end)
             end.set_result(None)
+
+
+async def collect(engines: Sequence[TrackedEngine], interrupt: Interrupt) -> None:
+    """Makes the running generations of these episodes record their tokens; one that does not in time starts again after a
+    resume."""
+    request_ids = [request_id for engine in engines for request_id in engine.request_ids()]
+
+    async def written() -> None:
+        if request_ids:
+            await interrupt(request_ids)
+        await asyncio.gather(*(engine.settled() for engine in engines))
+
+    with suppress(TimeoutError):
+        await asyncio.wait_for(written(), COLLECT_S)
 
 
 def completion_of(state: Mapping[str, Any] | None) -> Completion | None:

@@ -177,6 +177,7 @@ def advantage_inputs(
     requires = ADVANTAGE_ESTIMATORS.row(estimator).requires
     optional = ("values", "old_log_probs", "sum_pi_squared", "baseline_rewards", "next_values")
     read = [*(EPISODES if "episodes" in requires else ()), *(name for name in optional if name in requires)]
+    read += ["ref_log_prob"] if "reference" in requires else []
     if missing := [name for name in read if name in (*EPISODES, "next_values") and name not in columns]:
         raise ProtocolError(
             f"the batch has no column {', '.join(missing)}, which adv_estimator={estimator} reads; let the source of the batch "

@@ -27,6 +27,7 @@ class AdvantageInputs:
     group: (batch,) int64, equal for samples of one prompt; None unless the estimator requires "groups".
     values: (batch, response) float, the critic's; requires "values".
     old_log_probs: (batch, response) float, log-probs of the policy at the start of the update; requires "old_log_probs".
+    ref_log_prob: (batch, response) float, log-probs of the frozen reference; requires "reference".
     sum_pi_squared: (batch, response) float, sum over the vocabulary of the policy's squared probabilities at each token;
         requires "sum_pi_squared".
     baseline_rewards: (batch,) float, the reward of the prompt's greedy response; requires "baseline_rewards".
@@ -47,6 +48,7 @@ class AdvantageInputs:
     group: Tensor | None = None
     values: Tensor | None = None
     old_log_probs: Tensor | None = None
+    ref_log_prob: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     baseline_rewards: Tensor | None = None
     episode: Tensor | None = None

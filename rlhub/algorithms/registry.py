@@ -1,7 +1,8 @@
 """The names of all algorithms, with module, requirements and knobs; no algorithm is loaded.
 
 `requires` of an advantage estimator: "values" (a critic must predict them), "groups" (several samples per prompt),
-"old_log_probs" and "sum_pi_squared" (a forward pass of its own before the update), "baseline_rewards" (a greedy response per
+"old_log_probs" and "sum_pi_squared" (a forward pass of its own before the update), "reference" (log-probs of the frozen
+reference), "baseline_rewards" (a greedy response per
 prompt), "episodes" (rows are calls of a policy in episodes: columns episode, call and terminated), "next_values" (of the state
 after a call), "reward_components" (the scorer's own numbers by name), "components_only" (and nothing of the token-level rewards),
 "gather" (it is given some rows of the batch and takes statistics of the batch and of groups through `inputs.gather`; without the
@@ -37,6 +38,7 @@ for _name, _requires, _class in (
     ("optimal_token_baseline", {"groups", "old_log_probs", "sum_pi_squared"}, "OptimalTokenBaselineKnobs"),
     ("gdpo", {"groups", "reward_components", "components_only", "gather"}, "GDPOKnobs"),
     ("cpgd", {"groups"}, "CPGDKnobs"),
+    ("on_policy_distillation", {"old_log_probs", "reference", "components_only", "gather"}, "OnPolicyDistillationKnobs"),
 ):
     _module = f"{_HERE}.advantages.{_name}"
     ADVANTAGE_ESTIMATORS.add_lazy(

@@ -29,7 +29,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from rlhub.config.sections.vla import VLAConfig
+from rlhub.config.sections.vla import FLOW, VLAConfig
 from rlhub.data.files import file_list
 from rlhub.data.prompts import fingerprint_of
 from rlhub.data.tokenizing import Tokenizer, encode, left_padded, pad_id
@@ -145,25 +145,29 @@ def _write_parquet(path: Path, columns: dict[str, Any]) -> None:
 class EpisodeReader:
     """Reads data sets of one form as one row of frames; actions and instructions at once, pictures when they are asked for.
 
-    cameras: their names.  actions: (frames, action_dim).  episode: (frames,) the number of each frame's episode over all data
-    sets.  instructions: of each episode.  Raises DataError, which names the file, for what cannot be read.
+    cameras: their names.  actions: (frames, action_dim).  states: (frames, numbers), None where not all have one.  episode:
+    (frames,) the number of each frame's episode over all data sets.  instructions: of each episode.  Raises DataError, which
+    names the file, for what cannot be read.
     """
 
     def __init__(self, folders: str | Sequence[str]) -> None:
         self.cameras: list[str] = []
         self.files: list[Path] = []
         self.instructions: list[str] = []
-        actions, sizes = [], []
+        actions, states, sizes = [], list[NDArray[np.float32]](), []
         for folder in file_list(folders):
             for path, instruction in self._episodes(folder):
-                table = _table(path, [ACTION])
+                table = _table(path, [ACTION, *([STATE] if self._has_state else [])])
                 actions.append(np.stack(table[ACTION].to_pylist()).astype(np.float32))
+                if self._has_state:
+                    states.append(np.stack(table[STATE].to_pylist()).astype(np.float32))
                 self.files.append(path)
                 self.instructions.append(instruction)
                 sizes.append(len(actions[-1]))
         if not sizes:
             raise DataError(f"{folders} has no episodes")
         self.actions = np.concatenate(actions)
+        self.states = np.concatenate(states) if len(states) == len(actions) else None
         self.episode = np.repeat(np.arange(len(sizes)), sizes)
         self.first = np.concatenate([[0], np.cumsum(sizes)])
         self._pictures = lru_cache(OPEN_EPISODES)(self._read_pictures)
@@ -172,6 +176,7 @@ class EpisodeReader:
         """Returns file and instruction of each episode of one data set."""
         info = _json(folder / "meta" / "info.json")
         features = info.get("features", {})
+        self._has_state = STATE in features
         cameras = sorted(name.removeprefix(IMAGES) for name in features if name.startswith(IMAGES))
         videos = [name for name in cameras if features[IMAGES + name].get("dtype") != "image"]
         if not cameras or videos:
@@ -183,6 +188,12 @@ class EpisodeReader:
         rows = _json_lines(folder / "meta" / "episodes.jsonl")
         pattern, per_chunk = info.get("data_path", DATA_PATH), int(info.get("chunks_size", EPISODES_PER_CHUNK))
         return [(folder / _path(pattern, int(row["episode_index"]), per_chunk), str(row["tasks"][0])) for row in rows]
+
+    def chunks(self, frames: NDArray[np.int64], chunk: int) -> NDArray[np.float32]:
+        """Returns the next actions from each frame on, (rows, chunk, action_dim); behind an episode's end the last one again."""
+        last = self.first[self.episode[frames] + 1][:, None] - 1
+        found: NDArray[np.float32] = self.actions[np.minimum(frames[:, None] + np.arange(chunk), last)]
+        return found
 
     def images(self, frames: Sequence[int]) -> Tensor:
         """Returns the pictures of frames, (rows, cameras, 3, height, width) uint8."""
@@ -242,7 +253,7 @@ class EpisodeDataset:
         self, folders: str | Sequence[str], tokenizer: Tokenizer, vla: VLAConfig, *, vocab_size: int | None = None
     ) -> None:
         self.reader, self.vla, self.pad_id = EpisodeReader(folders), vla, pad_id(tokenizer)
-        if (last := vla.first_bin_id + vla.bins - 1) >= (vocab_size or last + 1):
+        if vla.decoding != FLOW and (last := vla.first_bin_id + vla.bins - 1) >= (vocab_size or last + 1):
             raise DataError(f"the last bin of model.vla is token {last}, but the vocabulary has {vocab_size} tokens")
         self.prompts = prompts_with_images(tokenizer, self.reader.instructions, len(self.reader.cameras), vla)
         self.tokens = ActionTokenizer(vla).encode(self.reader.actions)

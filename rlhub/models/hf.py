@@ -21,11 +21,12 @@ from transformers import (
 )
 
 from rlhub.config.sections.training import ModelConfig
-from rlhub.config.sections.vla import vla_of
+from rlhub.config.sections.vla import FLOW, vla_of
 from rlhub.errors import ConfigError
 from rlhub.models.required_weights import check_files, load_checked
 from rlhub.models.shape import POLICIES, SCALAR_HEAD, ModelKind, reward_problem
 from rlhub.models.tokenizer import load_tokenizer
+from rlhub.models.vla.flow import check_flow
 from rlhub.models.vla.policy import complete
 
 __all__ = [
@@ -88,11 +89,13 @@ def build_model(
         else:
             built = load_checked(loader, str(model.path), config, kind, **options)
     _check_head(built, kind)
-    if kind == "vla" and (vla := vla_of(model)):
-        complete(built, vla, model.path)
+    vla = vla_of(model) if kind == "vla" else None
+    is_flow = vla is not None and vla.decoding == FLOW
+    if vla is not None:
+        check_flow(built.config, vla) if is_flow else complete(built, vla, model.path)
     # Padding never reaches the model, but a policy may write the padding token: its row has a gradient like any other's.
     built.get_input_embeddings().padding_idx = None
-    if model.enable_gradient_checkpointing:
+    if model.enable_gradient_checkpointing and not is_flow:  # its words and pictures reach the actions by the key-value cache
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built.train()
 

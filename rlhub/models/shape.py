@@ -99,7 +99,13 @@ def read_model_values(path: str | Path, override_config: Mapping[str, Any] | Non
         raise ConfigError(f"{file} does not exist: {path} is not a model folder") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON ({error})") from error
-    return {**values, **values.get("text_config", {}), **(override_config or {})}
+    vision_language = values.get("vlm_config", values)  # PI0 has its language model in a vision-language model
+    return {**values, **vision_language, **vision_language.get("text_config", {}), **(override_config or {})}
+
+
+def text_config(config: Any) -> Any:
+    """Returns the part of a transformers configuration that has the sizes of the language model."""
+    return getattr(config, "vlm_config", config).get_text_config()
 
 
 def local_shape(path: str | None, overrides: Mapping[str, Any]) -> ModelShape | None:

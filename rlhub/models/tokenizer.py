@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
+from rlhub.models.shape import text_config
 
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 MAX_LISTED = 4
@@ -67,7 +68,7 @@ def read_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> V
     """Reads the model's configuration, its generation settings if it has any, and the tokenizer."""
     assert model.path is not None, "checked when the configuration is loaded"
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **model.override_config)
-    size = int(config.get_text_config().vocab_size)
+    size = int(text_config(config).vocab_size)
     stops = {int(tokenizer.eos_token_id)}
     try:
         more = GenerationConfig.from_pretrained(model.path).eos_token_id

@@ -14,6 +14,7 @@ of the episodes and any division over ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,29 +24,22 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
 from rlhub.algorithms.statistics import HERE, Gather
-from rlhub.errors import ConfigError
+from rlhub.config.sections.env import SRPOConfig
+from rlhub.errors import LoadError
+from rlhub.protocol import Batch, BatchRef
+from rlhub.rewards.rows import rows_here
 
 FAILURE_SHARE, STEEPNESS, HALF = 0.6, 10.0, 0.5  # the paper's constants of a failure's reward
-POOLED = (2, 4, 8)
-"""The sizes to which a picture is averaged before its projection: coarse ones see how far two places are apart."""
+CELLS = 16  # of each axis, in which the brightness of a picture is summed up
 PROJECTED = 64  # numbers of a projected frame
+LARGEST_BANK = 2048  # where every scene is a task of its own, most never come again
 VIDEO_MEAN, VIDEO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of V-JEPA 2's video processor
+
+EMBEDDING, TASK = EMBEDDED = ("embedding", "task")
+"""Columns of calls: of their episode the embedding, (rows, numbers) float64, and the number of its task, (rows,) int64."""
 
 Encoder = Callable[[Sequence[Tensor]], Tensor]
 """Returns the embeddings (episodes, numbers) float64 of episodes of (frames, cameras, 3, height, width) uint8."""
-
-
-@dataclass(slots=True, kw_only=True)
-class SRPOKnobs:
-    """quantile: of the successes' distances to their nearest neighbours, which is eps.
-    bank: successes of a task that are kept for later steps, the newest ones."""
-
-    quantile: float = 0.5
-    bank: int = 64
-
-    def __post_init__(self) -> None:
-        if not 0 < self.quantile <= 1 or self.bank < 0:
-            raise ValueError(f"quantile={self.quantile} must be in (0, 1] and bank={self.bank} at least 0")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,17 +49,20 @@ class SuccessBank:
     embeddings: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
     task: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
-    def added(self, embeddings: Tensor, task: Tensor, size: int) -> SuccessBank:
-        """Returns a bank with these successes too, and the newest `size` of each task."""
+    def added(self, embeddings: Tensor, task: Tensor) -> SuccessBank:
+        """Returns a bank with these successes too."""
         every = torch.cat([self.embeddings, embeddings]) if len(self.task) else embeddings
-        tasks = torch.cat([self.task, task])
-        later = torch.tril(tasks[:, None] == tasks[None, :], -1).sum(0)  # successes of the same task that are newer
-        kept = later < size
-        return SuccessBank(embeddings=every[kept], task=tasks[kept])
+        return SuccessBank(embeddings=every, task=torch.cat([self.task, task]))
+
+    def newest(self, size: int) -> SuccessBank:
+        """Returns a bank with the newest `size` of each task, and of all at most LARGEST_BANK."""
+        later = torch.tril(self.task[:, None] == self.task[None, :], -1).sum(0)  # successes of the same task that are newer
+        kept = (later < size).nonzero().squeeze(1)[-LARGEST_BANK:]
+        return SuccessBank(embeddings=self.embeddings[kept], task=self.task[kept])
 
 
 def srpo_rewards(
-    embeddings: Tensor, success: Tensor, task: Tensor, bank: SuccessBank, knobs: SRPOKnobs, gather: Gather = HERE
+    embeddings: Tensor, success: Tensor, task: Tensor, bank: SuccessBank, config: SRPOConfig, gather: Gather = HERE
 ) -> tuple[Tensor, SuccessBank]:
     """Returns the rewards (own,) float64 of this rank's episodes, and the bank for the next step, which is equal on all ranks.
 
@@ -78,15 +75,49 @@ def srpo_rewards(
     every = gather.each({"embeddings": embeddings, "success": success.long(), "task": task})
     solved = every["success"].bool()
     known, tasks = in_order(every["embeddings"][solved], every["task"][solved])
-    found = bank.added(known, tasks, len(bank.task) + len(tasks))
+    found = bank.added(known, tasks)
     reached, reached_task = in_order(found.embeddings, found.task)
-    eps = nearest_quantile(reached, reached_task, knobs.quantile)
+    eps = nearest_quantile(reached, reached_task, config.quantile)
     rewards = torch.ones(len(embeddings), dtype=torch.float64)
     for number in torch.unique(task[~success]).tolist():
         failed = (task == number) & ~success
         mine = reached[reached_task == number]
         rewards[failed] = failure_rewards(embeddings[failed], centers(mine, eps), eps) if eps > 0 and len(mine) else 0.0
-    return rewards, bank.added(known, tasks, knobs.bank)
+    return rewards, found.newest(config.bank)
+
+
+@dataclass(slots=True)
+class SelfReference:
+    """Rewards the failures of each step's episodes.  bank: the successes of the steps before."""
+
+    config: SRPOConfig
+    bank: SuccessBank = field(default_factory=SuccessBank)
+
+    def __call__(self, calls: Batch) -> Batch:
+        """Returns the calls without the columns of EMBEDDED; in `scores` the last call of a failed episode has its reward.
+
+        calls: all of a step, whose columns of EMBEDDED count in the last call of each episode.  The embeddings come to this
+        process; pictures stay where they are.  An episode that was lost with its environment is no failure.
+        """
+        last = last_calls(calls.batch["episode"], calls.batch["call"])
+        success, lost, task = (calls.batch[name][last] for name in ("success", "lost", TASK))
+        embeddings = rows_here(calls.select([EMBEDDING], [], []).select_idxs(last)).batch[EMBEDDING]
+        kept = ~lost
+        rewards, self.bank = srpo_rewards(embeddings[kept], success[kept], task[kept], self.bank, self.config)
+        names = calls.names() if isinstance(calls, BatchRef) else set(calls.batch.keys())
+        rewarded: Batch = calls.select(sorted(names - set(EMBEDDED)))
+        scores = rewarded.batch["scores"].clone()
+        scores[last[kept]] = rewards.to(scores.dtype)
+        rewarded.batch["scores"] = scores
+        return rewarded
+
+
+def last_calls(episode: Tensor, call: Tensor) -> Tensor:
+    """Returns the row of the last call of each episode, (episodes,), by the episodes' numbers.  episode, call: (rows,) int64."""
+    order = (episode * (call.max() + 1) + call).argsort()
+    ended = torch.ones(len(order), dtype=torch.bool)
+    ended[:-1] = episode[order][1:] != episode[order][:-1]
+    return order[ended]
 
 
 def failure_rewards(embeddings: Tensor, center: Tensor, eps: float) -> Tensor:
@@ -100,11 +131,13 @@ def failure_rewards(embeddings: Tensor, center: Tensor, eps: float) -> Tensor:
 
 def nearest_quantile(embeddings: Tensor, task: Tensor, quantile: float) -> float:
     """Returns the quantile of the distance from each success to its nearest neighbour of the same task; 0 without neighbours."""
-    nearest = []
-    for number in torch.unique(task).tolist():
-        own = distances(mine := embeddings[task == number], mine)
-        if len(mine) > 1:
-            nearest.append(own.fill_diagonal_(torch.inf).amin(1))
+    _, place, count = torch.unique(task, return_inverse=True, return_counts=True)
+    order, nearest = place.argsort(stable=True), []
+    for size in count[count > 1].unique().tolist():  # tasks of as many successes at once
+        mine = embeddings[order[count[place[order]] == size]].view(-1, size, embeddings.shape[1])
+        own = distances(mine, mine)
+        own.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+        nearest.append(own.amin(2).flatten())
     return float(torch.quantile(torch.cat(nearest), quantile)) if nearest else 0.0
 
 
@@ -122,7 +155,7 @@ def centers(successes: Tensor, eps: float) -> Tensor:
 
 
 def distances(left: Tensor, right: Tensor) -> Tensor:
-    """Returns Euclidean distances (left, right), each the same in every bit whatever the other rows are."""
+    """Returns Euclidean distances (..., left, right), each the same in every bit whatever the other rows are."""
     return torch.cdist(left, right, compute_mode="donot_use_mm_for_euclid_dist")
 
 
@@ -134,26 +167,38 @@ def in_order(embeddings: Tensor, task: Tensor) -> tuple[Tensor, Tensor]:
     return embeddings[order], task[order]
 
 
-def episode_encoder(name: str, *, path: str | None = None, seed: int = 0) -> Encoder:
-    """Returns the encoder: `pixels`, a random projection of pooled pictures, drawn from the seed, or `vjepa2`, the video model
-    V-JEPA 2 (Assran et al. 2025, arXiv 2506.09985) in the folder `path`.  Raises ConfigError for another name."""
-    if name == "pixels":
-        return lambda episodes: torch.stack([_pixels(frames, seed) for frames in episodes])
-    if name == "vjepa2" and path is not None:
-        from transformers import AutoModel  # only jobs with this encoder load a model
+def episode_encoder(config: SRPOConfig, device: torch.device | str = "cpu") -> Encoder:
+    """Returns the encoder: `pixels`, a random projection of where pictures are bright, or `vjepa2`, the video model V-JEPA 2
+    (Assran et al. 2025, arXiv 2506.09985) on the device.  Raises LoadError where its folder has none."""
+    if config.encoder == "pixels":
+        return lambda episodes: torch.stack([_pixels(frames) for frames in episodes])
+    from transformers import AutoModel  # only jobs with this encoder load a model
 
-        model = AutoModel.from_pretrained(path).eval()
-        return lambda episodes: torch.stack([_video(model, frames) for frames in episodes])
-    raise ConfigError([f"encoder {name!r} with path={path}: set pixels, or vjepa2 with the folder of a V-JEPA 2 model"])
+    try:
+        model = AutoModel.from_pretrained(config.path).eval().to(device)
+    except (OSError, ValueError) as error:
+        raise LoadError(f"env.srpo.path={config.path}: no model can be loaded from it: {error}") from error
+    return lambda episodes: torch.stack([_video(model, frames) for frames in episodes])
 
 
-def _pixels(frames: Tensor, seed: int) -> Tensor:
-    """Returns the projected mean of all frames and the projected last one, (2 x PROJECTED,)."""
-    pictures = frames.flatten(1, 2).double() / 255
-    pooled = torch.cat([adaptive_avg_pool2d(pictures, size).flatten(1) for size in POOLED], 1)
-    generator = torch.Generator().manual_seed(seed)
-    projection = torch.randn(pooled.shape[1], PROJECTED, generator=generator, dtype=torch.float64) / PROJECTED**0.5
-    return torch.cat([pooled.mean(0) @ projection, pooled[-1] @ projection])
+def _pixels(frames: Tensor) -> Tensor:
+    """Returns the projected mean of all frames and the projected last one, (2 x PROJECTED,).
+
+    A frame is the cumulated brightness along each axis, so that the distance of two frames grows with the way by which something
+    has moved, as the earth mover's distance does (Rubner et al. 2000).  Pixels differ as much from any way on.
+    """
+    pooled = adaptive_avg_pool2d(frames.flatten(1, 2).double() / 255, CELLS)
+    sums = torch.cat([pooled.mean(-1).cumsum(-1).flatten(1), pooled.mean(-2).cumsum(-1).flatten(1)], 1)
+    projected = sums @ _projection(sums.shape[1])
+    return torch.cat([projected.mean(0), projected[-1]])
+
+
+@functools.cache
+def _projection(width: int) -> Tensor:
+    """Returns the same random matrix in every process, (width, PROJECTED)."""
+    generator = torch.Generator().manual_seed(0)
+    projection: Tensor = torch.randn(width, PROJECTED, generator=generator, dtype=torch.float64) / PROJECTED**0.5
+    return projection
 
 
 @torch.no_grad()
@@ -166,5 +211,6 @@ def _video(model: Any, frames: Tensor) -> Tensor:
     videos = videos.view(*frames.shape[:3], size, size).transpose(0, 1)  # (cameras, frames, 3, size, size)
     if missing := -videos.shape[1] % model.config.tubelet_size:
         videos = torch.cat([videos, videos[:, -1:].expand(-1, missing, -1, -1, -1)], 1)
-    features: Tensor = model.get_vision_features(videos)
-    return features.double().mean((0, 1))
+    features = model.get_vision_features(videos.to(model.device))
+    embedding: Tensor = features.double().mean((0, 1)).cpu()
+    return embedding

@@ -61,7 +61,8 @@ class ObservedCall:
 
 
 class CallObserver(Protocol):
-    """Learns of every call, in the driver's thread.  An exception raised in `on_start` makes the call fail with it."""
+    """Learns of every call, in the thread that makes it or waits for it.  An exception raised in `on_start` makes the call fail
+    with it."""
 
     def on_start(self, call: ObservedCall) -> None:
         """Runs just before the call is sent."""

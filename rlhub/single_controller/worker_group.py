@@ -347,24 +347,29 @@ class WorkerGroup(ABC):
         the result is the whole.  `ref.select` chooses what travels: all pieces that one rank sends to another are put once where
         that can get them, and the handles go through this process.  `ref` itself is returned where the ranks have the rows.
         """
+        return self.begin_receive(ref, to)()
+
+    def begin_receive(self, ref: BatchRef, to: str | BatchRef) -> Callable[[], BatchRef]:
+        """Does the half of `receive` that waits for the ranks that have the rows; what it returns does the other half."""
         arranged = self.mesh(to) if isinstance(to, str) else None
         if isinstance(to, BatchRef):
             key, after, copies = to.key, to.layout, to.copies
         elif arranged is not None:
             key, after, copies = "", Layout.even(len(ref), arranged.collecting), arranged.copies
         if self._has(ref, after, copies) and key in ("", *ref.keys):
-            return ref
+            return lambda: ref
         key, source = key or _new_key(ref), self._source_of(ref)
         sends, receives = plan_transfer(ref, after, (source.world_size, self.world_size))
         put = source._call_rows("send", [(rank, moves) for rank, moves in enumerate(sends) if moves.rows.size])
-        handles: dict[int, dict[int, Any]] = {rank: {} for rank in range(self.world_size)}
-        for sender, (pieces, sent) in put.items():
-            self.exchanged_bytes += sent
-            for rank, handle in pieces.items():
-                handles[rank][sender] = handle
-        homes = [copies.get(rank, rank) for rank in range(self.world_size)]
-        self._call_rows("receive", [(rank, receives[home], key, source.role, handles[home]) for rank, home in enumerate(homes)])
-        return BatchRef((key,), ref.small, ref.columns, after, self, copies)
+        self.exchanged_bytes += sum(sent for _, sent in put.values())
+
+        def get() -> BatchRef:
+            homes = {rank: copies.get(rank, rank) for rank in range(self.world_size)}
+            pieces = {home: {sender: sent[home] for sender, (sent, _) in put.items() if home in sent} for home in homes.values()}
+            self._call_rows("receive", [(rank, receives[home], key, source.role, pieces[home]) for rank, home in homes.items()])
+            return BatchRef((key,), ref.small, ref.columns, after, self, copies)
+
+        return get
 
     def copy_of(self, ref: BatchRef, mesh: str) -> BatchRef:
         """Returns the rows of a batch of other processes on this group's ranks, which keep them until the batch is dropped there.

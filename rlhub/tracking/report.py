@@ -73,6 +73,7 @@ PANELS = (
     Panel(title="Rollout/trainer mismatch (KL)", pattern=r"mismatch/kl"),
     Panel(title="Mismatch (KL) by versions behind", pattern=r"mismatch/kl/staleness_\d+"),
     Panel(title="Staleness (versions)", pattern=r"staleness/(mean|p50|p95|max)", zero=True),
+    Panel(title="Samples that train, of prompts with short and long responses", pattern=r"rollout/trained_share(_short|_long)?"),
     Panel(title="Share of time without work", pattern=r"(trainer|rollout)/idle_share", zero=True),
     Panel(title="Policy loss", pattern=r"actor/pg_loss"),
     Panel(title="Clipped fraction", pattern=r"actor/pg_clipfrac(_lower)?", zero=True),

@@ -43,6 +43,9 @@ BYTES_PROMPTS = "perf/driver_bytes_prompts"
 PROMPT_CALLS = ("generate_sequences", "begin_scoring", "take_prompt")
 """Methods that carry the data's columns: the tokens of prompts, and what a reward function reads beside responses."""
 
+AHEAD = "episodes"
+"""Name of the thread that waits for episodes while the training loop goes on: its calls are no phases of a step."""
+
 MICROSECONDS = 1e6
 _PID = 1
 
@@ -144,13 +147,15 @@ class CallTiming:
 
     def on_start(self, call: ObservedCall) -> None:
         self._count(CALLS, len(call.workers))
-        if self._on_phase is not None:
+        if self._on_phase is not None and threading.current_thread().name != AHEAD:
             self._on_phase(call.method)
 
     def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None:
         now = time.perf_counter()
         failed = {} if error is None else {"failed": type(error).__name__}
         self._record(call.role, call.method, now - seconds, now, **failed)
+        if threading.current_thread().name == AHEAD:
+            return
         if error is None:
             self._timer.add(call.method, min(seconds, now - self._last_end))
         self._last_end = now

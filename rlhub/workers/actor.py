@@ -5,7 +5,6 @@ Thin shells: each method hands its rows to an engine and wraps what comes back.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 
@@ -75,8 +74,8 @@ class ActorPart(EngineWorker):
         self.engine.offload()  # what generates in this process is built next, and takes a share of the memory
 
     def _build_reference(self) -> TrainEngine | None:
-        """Returns a frozen copy of the policy, or None where the policy's own engine is the reference: with its adapters off."""
-        if not self.needs_reference or self.config.model.lora_rank > 0:
+        """Returns the frozen model, or None where the policy's own engine is the reference: with its adapters off."""
+        if not self.needs_reference or (self.config.model.lora_rank > 0 and self.config.ref.model.path is None):
             return None
         reference = build_reference_engine(self.config, device=self.device, seed=self.runtime.seed)
         reference.initialize()
@@ -98,7 +97,7 @@ class ActorPart(EngineWorker):
 
     @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Returns ref_log_prob (rows, response) of the frozen starting policy."""
+        """Returns ref_log_prob (rows, response) of the frozen reference."""
         release_idle_memory()
         engine = self.reference or self.engine
         outputs = engine.infer(dict(batch.batch.items()), outputs=("log_probs",), adapters=False)
@@ -219,11 +218,13 @@ REFERENCE = make_nd_compute_dataproto_dispatch_fn(mesh_name="reference")
 
 
 class ReferenceWorker(Worker):
-    """Is the frozen starting policy, of a policy with adapters the model under them.  All methods run on every rank."""
+    """Is the frozen starting policy, of a policy with adapters the model under them, or a model of its own.
+
+    All methods run on every rank.
+    """
 
     def __init__(self, config: ActorRolloutRefConfig, runtime: WorkerRuntime) -> None:
-        self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora_rank=0))
-        self.runtime = runtime
+        self.config, self.runtime = config, runtime
         self.device = runtime.torch_device(self.local_rank)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
@@ -237,7 +238,7 @@ class ReferenceWorker(Worker):
 
     @register(dispatch_mode=REFERENCE, deadline="infer", adds_columns=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Returns ref_log_prob (rows, response) of the frozen starting policy."""
+        """Returns ref_log_prob (rows, response) of the frozen reference."""
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))
         self.engine.offload()
         return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})

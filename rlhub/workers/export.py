@@ -19,7 +19,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PI0ForConditionalGeneration,
+)
 
 from rlhub.checkpoint.hf import Bucket, write_hf_weights
 from rlhub.checkpoint.shard_reader import ShardReader
@@ -31,6 +36,7 @@ from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import CheckpointError
 from rlhub.models.hf import SCALAR_HEAD, ModelKind, load_config, save_sidecars
 from rlhub.models.lora import ADAPTER
+from rlhub.models.shape import text_config
 from rlhub.protocol.weights.fingerprint import nonfinite_names
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.single_controller import Dispatch, Worker, register
@@ -213,7 +219,7 @@ def verify_export(
     exact = torch.float64 if stored_dtype == torch.float64 else torch.float32
     rounded = dtype or stored_dtype
     has_adapters = model.lora_rank > 0
-    rows = _rows(load_config(model).get_text_config().to_dict())
+    rows = _rows(text_config(load_config(model)).to_dict())
     if (lost := _first_lost(reader, Path(str(model.path)))) is not None:  # no engine takes such a folder
         return Verification(
             compared=" and ".join(OUTPUTS[kind]),
@@ -253,13 +259,15 @@ def _verify_reading_pictures(
     weights = {name.removeprefix(WEIGHTS): reader.whole(name).to(rounded) for name in reader.names() if name.startswith(WEIGHTS)}
     stored.load_state_dict({name: weights.get(name, weight) for name, weight in stored.state_dict().items()})
     stored.tie_weights()
-    expected, found = (built(input_ids=rows["input_ids"]).logits.log_softmax(-1).double() for built in (stored, plain))
+    expected = found = torch.zeros(1)
+    if not isinstance(plain, PI0ForConditionalGeneration):  # which does not run without pictures
+        expected, found = (built(input_ids=rows["input_ids"]).logits.log_softmax(-1).double() for built in (stored, plain))
     exported = dict(_exported(Path(str(model.path))))
     first = next(
         (f"{name}: {text}" for name in weights if (text := _difference(exported[name](), weights[name])) is not None), None
     )
     return Verification(
-        compared="log_probs of text",
+        compared="weights" if expected is found else "log_probs of text",
         num_tokens=int(rows["response_mask"].sum()),
         difference=float((found - expected).abs().max()),
         allowed=ALLOWED * max(1.0, float(expected.abs().max())),

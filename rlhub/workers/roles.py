@@ -28,6 +28,7 @@ from rlhub.config.sections.ppo import ActorRolloutRefConfig, CriticConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.reward import JudgeConfig, RewardModelConfig
 from rlhub.config.sections.sft import SFTConfig
+from rlhub.config.sections.vla import FLOW, vla_of
 from rlhub.data.episodes import FRAME, EpisodeReader
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
@@ -47,6 +48,7 @@ from rlhub.engines.training.updates import (
     RewardLoss,
     ValueUpdater,
     evaluate_pairs,
+    flow_loss,
     interleave,
     sequence_log_probs,
     sft_loss,
@@ -54,10 +56,11 @@ from rlhub.engines.training.updates import (
     take_steps,
 )
 from rlhub.errors import DataError
-from rlhub.models.hf import ModelKind
+from rlhub.models.hf import ModelKind, load_config
 from rlhub.models.shape import local_shape
 from rlhub.models.throughput import ThroughputMeter
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
+from rlhub.models.vla.flow import flow_columns
 from rlhub.models.vla.policy import PIXEL_VALUES
 from rlhub.protocol import DataProto
 from rlhub.rewards.combine import Judge, Judgements
@@ -387,6 +390,8 @@ class SFTWorker(EngineWorker):
         self.config, self.runtime = config, runtime
         self.device = runtime.torch_device(self.local_rank)
         self.hf_model = config.model
+        vla = vla_of(config.model)
+        self.flow = vla if vla is not None and vla.decoding == FLOW else None
         self._episodes: dict[str, EpisodeReader] = {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
@@ -397,23 +402,34 @@ class SFTWorker(EngineWorker):
         self.engine.initialize()
         self._register_dispatch_collect_info("model", self.engine.dp_rank, self.engine.is_collect)
 
-    def _rows(self, batch: DataProto, files: str | list[str] | None) -> dict[str, Tensor]:
-        """Returns the columns of a batch, with the pictures of its frames out of the files that it was read from."""
+    @property
+    def _output(self) -> str:
+        """Returns the output of the engine that the loss reads."""
+        return "log_probs" if self.flow is None else "flow_errors"
+
+    def _rows(self, batch: DataProto, files: str | list[str] | None, step: int) -> dict[str, Tensor]:
+        """Returns the columns of a batch, with the pictures of its frames out of the files that it was read from, and for a flow
+        the actions, with noise and time by `step` and frame."""
         rows = dict(batch.batch.items())
         if FRAME in rows:
             assert files is not None, "a batch comes from files"
             key = json.dumps(files)
             if key not in self._episodes:
                 self._episodes[key] = EpisodeReader(files)
-            rows[PIXEL_VALUES] = self._episodes[key].images(rows.pop(FRAME).tolist())
+            reader, frames = self._episodes[key], rows.pop(FRAME).numpy()
+            rows[PIXEL_VALUES] = reader.images(frames.tolist())
+            if self.flow is not None:
+                actions, seeds = reader.chunks(frames, self.flow.chunk), [[self.runtime.seed, step, frame] for frame in frames]
+                state = None if reader.states is None else reader.states[frames]
+                rows |= flow_columns(load_config(self.config.model), self.flow, actions, state, seeds)
         return rows
 
     @register(dispatch_mode=MODEL, deadline="update")
     def train_step(self, batch: DataProto) -> DataProto:
         """Takes one optimizer step over the batch; meta_info["metrics"] are global."""
-        rows = self._rows(batch, self.config.data.train_files)
-        outputs = ("log_probs",)
-        steps = list(take_steps(self.engine, rows, sft_loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=outputs))
+        rows = self._rows(batch, self.config.data.train_files, 1 + int(self.engine.scalar_state()["optimizer_steps"]))
+        loss = sft_loss if self.flow is None else flow_loss
+        steps = list(take_steps(self.engine, rows, loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=(self._output,)))
         check_finite(self.engine, "after the update")
         if not steps:
             raise DataError("no row of this batch has a token to learn from; check data.response_key and the truncation")
@@ -429,10 +445,11 @@ class SFTWorker(EngineWorker):
 
     @register(dispatch_mode=MODEL, deadline="infer")
     def evaluate(self, batch: DataProto) -> DataProto:
-        """Returns meta_info["metrics"]: the summed negative log-likelihood and the `count` of tokens, over all ranks."""
+        """Returns meta_info["metrics"] over all ranks: the summed negative log-likelihood, or squared error of a flow, and the
+        `count` of tokens."""
         mask = batch.batch["response_mask"]
-        rows = self._rows(batch, self.config.data.val_files)
-        log_probs = self.engine.infer(rows, outputs=("log_probs",))["log_probs"]
-        local = torch.stack([-masked_sum(log_probs.double(), mask), mask.sum().double()])
+        rows = self._rows(batch, self.config.data.val_files, 0)
+        found = self.engine.infer(rows, outputs=(self._output,))[self._output].double()
+        local = torch.stack([masked_sum(-found if self.flow is None else found, mask), mask.sum().double()])
         loss, tokens = self.engine.reduce(local).tolist()
         return DataProto(meta_info={"metrics": {"loss": loss, "count": tokens}})

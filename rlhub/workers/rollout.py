@@ -19,7 +19,7 @@ from rlhub.config.sections.env import EnvConfig
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.config.sections.vla import vla_of
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.engines.rollout.embodied import EpisodeRunner, starts_of, training_rows
+from rlhub.engines.rollout.embodied import EpisodeRunner, embedded, starts_of, training_rows
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.envs.vector.manager import EnvManagerOptions
@@ -28,6 +28,7 @@ from rlhub.models.vla.policy import PIXEL_VALUES
 from rlhub.protocol import DataProto
 from rlhub.rewards.pool import RewardFunction
 from rlhub.rewards.rows import BackgroundScorer, Decoder, PackedOutcomes
+from rlhub.rewards.srpo import episode_encoder
 from rlhub.sharding_manager.route import SyncReport
 from rlhub.sharding_manager.separate import WeightReceiver
 from rlhub.single_controller import AsyncActorOptions, Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
@@ -81,6 +82,7 @@ class RolloutPart(Worker):
             self.make_runner = partial(EpisodeRunner, self.rollout, self.env, vla, tokenizer)
             self.episodes = self.make_runner()
             self.closing.callback(lambda: self.episodes.close())
+            self.encode = episode_encoder(self.env.srpo, self.device) if self.env.reward == "srpo" else None
 
     def _init_scoring(self, reward: RewardFunction, tokenizer: Decoder) -> None:
         """Takes this rank's share of the machine's processes of the reward function, which start with the first rows."""
@@ -143,7 +145,8 @@ class RolloutPart(Worker):
         """Runs meta_info["n"] episodes from each scene in the rank's simulators (see `starts_of`).
 
         Returns a row for each call of the policy, in the order of scene, episode and call (see `training_rows`), with
-        meta_info["policy_version"], where it is given, as a column (rows, response) int32.
+        meta_info["policy_version"], where it is given, as a column (rows, response) int32, and with the embeddings of episodes
+        where meta_info["embed"] asks for them.
         """
         self._wake_rollout()
         meta = scenes.meta_info
@@ -154,6 +157,8 @@ class RolloutPart(Worker):
         rows = training_rows(calls, self.episodes.vla, self.episodes.pad_id, samples=meta["n"], widest=self._widest)
         if meta.get("policy_version") is not None:
             rows["policy_version"] = torch.full(rows["responses"].shape, meta["policy_version"], dtype=torch.int32)
+        if meta.get("embed") and self.env is not None and self.encode is not None:
+            rows |= embedded(calls, self.encode, self.env.srpo.task)
         return DataProto.from_dict(tensors=rows)
 
     @register(dispatch_mode=OUTCOMES, deadline="generate")

@@ -3,7 +3,7 @@
     python scripts/bench/episodes_ahead.py [--sleep-ms 30] [--steps 6] [--scenes 16]
 
 Trains a tiny action policy on reach_color, whose every action waits for --sleep-ms (waits, not CPU), with the rollout on a pool
-of its own: once with trainer.max_staleness=0, where a step is the sum of episodes and training, and once with 1.  Prints medians
+of its own: with trainer.max_staleness=0, where a step is the sum of episodes and training, with 1 and with 2.  Prints medians
 over the steps after the first, of the step, of the wait for episodes and of the rest.  Exit status 1 where running ahead saves
 nothing.
 """
@@ -63,7 +63,7 @@ def train(folder: Path, staleness: int, args: argparse.Namespace) -> list[dict[s
 
 def medians(rows: list[dict[str, float]]) -> tuple[float, float, float]:
     """Returns seconds of a step, of its wait for episodes and of the rest, without the first step, which warms up."""
-    steps = [(row["timing_s/step"], row.get("timing_s/run_episodes", 0.0)) for row in rows if row["step"] > 1]
+    steps = [(row["timing_s/step"], row["timing_s/wait_for_episodes"]) for row in rows if row["step"] > 1]
     step = statistics.median(step for step, _ in steps)
     waited = statistics.median(waited for _, waited in steps)
     return step, waited, statistics.median(step - waited for step, waited in steps)
@@ -84,7 +84,7 @@ def main() -> int:
         folder = Path(name)
         write_model(folder / "model", 1, ("touch", "red", "blue"), num_places=TOKENS, num_bins=BINS)
         (folder / "slow.py").write_text(SLOW.format(seconds=args.sleep_ms / 1000))
-        for staleness in (0, 1):
+        for staleness in (0, 1, 2):
             rows = train(folder, staleness, args)
             found[staleness] = medians(rows)
             oldest = max(row.get("rollout/staleness", 0.0) for row in rows)

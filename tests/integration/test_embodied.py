@@ -29,6 +29,7 @@ from rlhub.errors import WorkerDiedError
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import DataProto
 from rlhub.trainer.main_ppo import fit
+from rlhub.trainer.ppo.embodied import SUCCESSES
 from rlhub.trainer.preflight.checks import check
 from tests.integration.test_placement import STEPS, VARYING, Started
 from tests.support import vla
@@ -41,6 +42,15 @@ if find_spec("mujoco") is None:
 ROOT = Path(__file__).resolve().parents[2]
 ON_RANKS = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
 SCENES = 8
+EASY = '''
+from rlhub.envs.vector import reach_color
+
+reach_color.RADIUS = 0.8
+
+
+class Easy(reach_color.ReachColor):
+    """Random actions succeed now and then."""
+'''
 MORTAL = '''
 import os
 import signal
@@ -105,9 +115,12 @@ class Job:
     def config(self, name: str, *more: str) -> PPOConfig:
         return prepare(PPOConfig, "ppo", self.overrides(name, *more), preflight=check)
 
+    def left_rows(self, name: str) -> list[dict[str, Any]]:
+        return [{key: value for key, value in row.items() if not key.startswith(VARYING)} for row in rows_of(self.folder / name)]
+
     def left(self, name: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         """The metrics of a run that do not vary, and its weights and optimizer states."""
-        rows = [{key: value for key, value in row.items() if not key.startswith(VARYING)} for row in rows_of(self.folder / name)]
+        rows = self.left_rows(name)
         files = (self.folder / name / f"global_step_{STEPS}").rglob("shards*.safetensors")
         return rows, {f"{file.name} {key}": value for file in sorted(files) for key, value in load_file(file).items()}
 
@@ -129,6 +142,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("embodied")
     write_model(folder / "model", 1, ("touch", "red", "blue"), num_places=vla.TOKENS, num_bins=vla.BINS)
     (folder / "mortal.py").write_text(MORTAL)
+    (folder / "easy.py").write_text(EASY)
     return Job(folder=folder)
 
 
@@ -186,6 +200,59 @@ def test_a_killed_driver_resumes_to_the_same_weights(alone: Job) -> None:
     assert below and all_end(below), "the simulators end with their driver"
     assert fit(alone.config("resumed")) == 0
     assert_same(alone, "alone", "resumed")
+
+
+# --- failures that are compared with successes ---------------------------------------------------------------------------------
+
+
+def self_referential(job: Job, *more: str) -> tuple[str, ...]:
+    own = ("env.reward=srpo", "env.srpo.task=instruction", "env.num_scenes=64", f"env.name={job.folder / 'easy.py'}:Easy")
+    return *own, "actor_rollout_ref.rollout.n=2", *more
+
+
+def successes(job: Job, name: str, step: int) -> dict[str, torch.Tensor]:
+    return load_file(job.folder / name / f"global_step_{step}" / SUCCESSES)
+
+
+@pytest.fixture(scope="module")
+def compared(job: Job) -> Job:
+    assert fit(job.config("srpo", *self_referential(job))) == 0
+    return job
+
+
+def test_failures_are_rewarded_alike_on_any_ranks(ray_cluster: None, compared: Job) -> None:
+    """The first step has the same weights everywhere; two ranks train alike with rows by reference and with the driver's."""
+    job = compared
+    for name, more in (("srpo-reference", ()), ("srpo-driver", ("trainer.batches=driver",))):
+        started = Started(job.config(name, *self_referential(job, *ON_RANKS, *more)))
+        started.fit()
+        started.close()
+    assert_same(job, "srpo-reference", "srpo-driver")
+    one, two = (job.left(name)[0] for name in ("srpo", "srpo-reference"))
+    solved, outcome = one[1]["rollout/success"], one[1]["rollout/return"]
+    assert outcome == two[1]["rollout/return"] and 0 < solved < outcome < solved + 0.6 * (1 - solved), "failures have rewards"
+    for name in ("srpo-reference", "srpo-driver"):
+        found, other = successes(job, "srpo", 1), successes(job, name, 1)
+        assert found.keys() == other.keys() and all(torch.equal(found[key], other[key]) for key in found) and len(found["task"])
+
+
+def test_a_resumed_run_compares_with_the_successes_before_it(compared: Job) -> None:
+    job = compared
+    assert fit(job.config("srpo-resumed", *self_referential(job, "trainer.total_training_steps=2"))) == 0
+    assert fit(job.config("srpo-resumed", *self_referential(job))) == 0
+    assert fit(job.config("srpo-forgetful", *self_referential(job, "env.srpo.bank=0"))) == 0
+    (rows, weights), (again, same), (forgetful, _) = (job.left(f"srpo{name}") for name in ("", "-resumed", "-forgetful"))
+    assert rows[STEPS] == again[-1] and all(torch.equal(weights[name], same[name]) for name in weights)
+    assert len(successes(job, "srpo-resumed", STEPS)["task"]) > len(successes(job, "srpo-resumed", 1)["task"])
+    assert rows[1] == forgetful[1] and rows[2]["rollout/return"] != forgetful[2]["rollout/return"], "the bank has an effect"
+
+
+def test_episodes_are_compared_in_features_of_a_video_model(job: Job) -> None:
+    video = vla.write_video_model(job.folder / "video")
+    encoder = ("env.srpo.encoder=vjepa2", f"env.srpo.path={video}", "trainer.total_training_steps=1")
+    assert fit(job.config("srpo-video", *self_referential(job, *encoder))) == 0
+    row = job.left_rows("srpo-video")[1]
+    assert row["rollout/return"] > row["rollout/success"] > 0 and successes(job, "srpo-video", 1)["embeddings"].shape[1] == 32
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ from recipes.tiny_smolvlm import write_model
 from rlhub.config.cli import prepare
 from rlhub.config.schema import to_dict
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.errors import WorkerDiedError
+from rlhub.trainer.ppo.episode_stream import EpisodeStream
 from rlhub.trainer.ppo.trainer import PPOTrainer, build_data, build_trainer
 from rlhub.trainer.preflight.checks import check
 from rlhub.trainer.run import Run
@@ -30,7 +32,7 @@ from tests.support.metrics import rows_of
 from tests.support.processes import all_end
 from tests.support.vla import BINS, TOKENS, settings
 
-SCENES = 8
+SCENES, AHEAD_STEPS = 8, 5
 VARYING = ("timing_", "perf/", "memory/")
 SLOW = """
 import time
@@ -182,24 +184,55 @@ def test_a_killed_actor_costs_its_episodes_and_the_run_goes_on(job: Job, start: 
     started.close()
 
 
+def ahead(bound: int) -> tuple[str, ...]:
+    return (
+        *("actor_rollout_ref.rollout.mode=async", f"trainer.max_staleness={bound}", "trainer.save_freq=2"),
+        *("trainer.pools.gen={}", "trainer.placement.rollout=gen", "algorithm.rollout_correction.rollout_is=token"),
+        f"trainer.total_training_steps={AHEAD_STEPS}",
+    )
+
+
 def test_episodes_ahead_of_training_train_once_each(job: Job, start: Callable[[PPOConfig], Started]) -> None:
     """The run ends after step 3 with a batch in work, and its newest checkpoint is of step 2."""
-    ahead = (
-        *("actor_rollout_ref.rollout.mode=async", "trainer.max_staleness=1", "trainer.save_freq=2", *SIMULATORS_APART),
-        *("trainer.pools.gen={}", "trainer.placement.rollout=gen", "algorithm.rollout_correction.rollout_is=token"),
-    )
-    started = start(job.config("ahead", *ahead, "trainer.total_training_steps=5"))
+    started = start(job.config("ahead", *ahead(1), *SIMULATORS_APART))
     for step in (1, 2, 3):
         started.step(step)
     started.close()
-    resumed = start(job.config("ahead", *ahead, "trainer.total_training_steps=5"))
-    assert resumed.trainer.fit() == 5
+    resumed = start(job.config("ahead", *ahead(1), *SIMULATORS_APART))
+    assert resumed.trainer.fit() == AHEAD_STEPS
     resumed.close()
     rows = job.rows("ahead")
     assert [(row["step"], row["rollout/staleness"]) for row in rows] == [(1, 0), (2, 1), (3, 0), (4, 1), (5, 1)]
     assert "mismatch/kl/staleness_1" in rows[-1] and "mismatch/weight_max" in rows[-1]
-    log = [json.loads(line) for line in (job.folder / "ahead/prompts.jsonl").read_text().splitlines()]
-    assert [(row["ordinal"], row["step"]) for row in log] == [(i, 1 + i // SCENES) for i in range(5 * SCENES)]
+    assert_once_each(job, "ahead")
+
+
+def test_several_batches_ahead_train_once_each_over_a_kill(job: Job, start: Callable[[PPOConfig], Started]) -> None:
+    """The rank that simulates is killed with two batches ahead, which its death loses only where they were not over."""
+    started = start(job.config("further", *ahead(2)))
+    started.step(1)
+    stream = started.trainer.source
+    assert isinstance(stream, EpisodeStream)
+    with stream._changed:
+        assert stream._changed.wait_for(lambda: len(stream._ahead) == 2 and not stream._is_busy, timeout=60)
+    started.step(2)
+    victim = started.trainer.groups.rollout.workers[0]
+    os.kill(victim.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match=f"process {victim.pid} "):
+        for step in (3, 4, 5):
+            started.step(step)
+    started.stack.close()
+    resumed = start(job.config("further", *ahead(2)))
+    assert resumed.trainer.fit() == AHEAD_STEPS
+    resumed.close()
+    found = [row["rollout/staleness"] for row in job.rows("further")]
+    assert found[1] == 1 and max(found) <= 2
+    assert_once_each(job, "further")
+
+
+def assert_once_each(job: Job, name: str) -> None:
+    log = [json.loads(line) for line in (job.folder / name / "prompts.jsonl").read_text().splitlines()]
+    assert [(row["ordinal"], row["step"]) for row in log] == [(i, 1 + i // SCENES) for i in range(AHEAD_STEPS * SCENES)]
 
 
 def test_without_staleness_async_is_sync(job: Job, start: Callable[[PPOConfig], Started]) -> None:

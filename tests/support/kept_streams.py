@@ -34,7 +34,7 @@ from tests.unit.trainer.ppo.test_stream_source import FakePublisher
 from tests.unit.trainer.ppo.test_stream_source_prompts import loader
 
 BATCH, SAMPLES, SAMPLING = 4, 2, SamplingParams(max_new_tokens=8)
-WORKFLOW, BRANCHES = f"{__name__}:TwoTurns", f"{__name__}:Branches"
+WORKFLOW, BRANCHES, FAILING = f"{__name__}:TwoTurns", f"{__name__}:Branches", f"{__name__}:Failing"
 
 
 class TwoTurns(RolloutWorkflow):
@@ -72,6 +72,16 @@ class Branches(TwoTurns):
             row.comparison = "first" if not branch else "later"
         chosen = rows[: 1 + data.seed % 3]
         return Episode(trajectories=chosen, metrics={"branches": float(len(chosen))})
+
+
+class Failing(Branches):
+    """A third of the attempts fails, after all of their tokens."""
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Sampled | None:
+        episode = await super().arun_episode(engine, data)
+        if data.seed // 7 % 3 == 0:
+            raise OSError("the tool fell over")
+        return episode
 
 
 class Seeded:
@@ -165,8 +175,9 @@ def streaming(
     max_staleness: int = 1,
     policy: Any = None,
     name: str = WORKFLOW,
+    **limits: int,
 ) -> Iterator[Stream]:
-    """ranks: those that train; None: trainer.batches=driver."""
+    """ranks: those that train; None: trainer.batches=driver.  limits: further options of the executor."""
     config, engine, log = PPOConfig(), policy or Seeded(), PromptLog(folder / "prompts.jsonl")
     config.data.train_batch_size, config.trainer.max_staleness = BATCH, max_staleness
     config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.actor.ppo_mini_batch_size = SAMPLES, BATCH // 2
@@ -184,7 +195,7 @@ def streaming(
         remote = None if pool is None else RemoteWorkflow(parts(), WorkflowKey("training", name), pool, keeps=True)
         workflow = KeepingWorkflow(name, holders.own, remote, lambda: build_workflow(name, parts()))
     release = keep_nothing if holders is None else holders.release
-    options_: Any = {"staleness": staleness, "ledger": ledger, "group_size": SAMPLES, "release": release}
+    options_: Any = {"staleness": staleness, "ledger": ledger, "group_size": SAMPLES, "release": release} | limits
     with executing(workflow, engine=engine, **options_) as executor:
         source = StreamSource(
             config=config,

@@ -32,6 +32,18 @@ def write_policy(folder: Path, seed: int = 1) -> Path:
     return folder
 
 
+def write_video_model(folder: Path) -> Path:
+    """A tiny V-JEPA 2 of random weights."""
+    from transformers import VJEPA2Config, VJEPA2Model
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "mlp_ratio": 2.0}
+    predictor = {"pred_hidden_size": 24, "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1, "pred_mlp_ratio": 2.0}
+    model = VJEPA2Model(VJEPA2Config(patch_size=8, crop_size=16, frames_per_clip=4, num_pooler_layers=1, **sizes, **predictor))
+    model.save_pretrained(folder)
+    return folder
+
+
 def settings(decoding: str = "causal", **changes: Any) -> dict[str, Any]:
     """The content of model.vla."""
     places = list(range(FIRST_PLACE, FIRST_PLACE + TOKENS))

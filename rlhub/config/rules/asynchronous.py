@@ -14,7 +14,9 @@ _SERVICE_KEYS = ("recompute_kv_cache", "weights_folder", "trajectories_folder", 
 _TRAINER_KEYS = ("pipeline_depth", "stale_policy")
 _ENVIRONMENT = "environment"
 _COLLECTED = f"{_ROLLOUT}.trajectories_folder"
-_UNREAD_COLLECTED = ("agent.num_workers", "agent.num_env_hosts", "replica_restarts")
+_UNREAD_COLLECTED = (
+    *("agent.num_workers", "agent.num_env_hosts", "agent.episode_retries", "agent.min_samples", "replica_restarts"),
+)
 
 
 def is_async(config: PPOConfig) -> bool:
@@ -110,6 +112,13 @@ def _asynchronous(config: PPOConfig) -> Iterator[str]:
             ".rollout_rs (rejection), .proximal=a3po or .bypass_mode=true; or use trainer.stale_policy=drop or mask"
         )
     yield from _environments(config)
+    rollout = config.actor_rollout_ref.rollout
+    assert rollout.agent.min_samples is not None, "derive first"
+    if rollout.agent.min_samples > rollout.n:
+        yield (
+            f"{_ROLLOUT}.agent.min_samples={rollout.agent.min_samples} is more than {_ROLLOUT}.n={rollout.n}: no group has so "
+            f"many samples; set it to {rollout.n} to train whole groups only, or to null"
+        )
 
 
 def _environments(config: PPOConfig) -> Iterator[str]:

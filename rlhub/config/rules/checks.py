@@ -114,6 +114,11 @@ def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[st
         found.append(
             f"{_ROLLOUT}.n={rollout.n}: {estimator} compares the samples of a prompt with each other and needs 2 or more"
         )
+    elif "groups" in requires and asynchronous.is_async(config) and rollout.agent.min_samples == 1:
+        found.append(
+            f"{_ROLLOUT}.agent.min_samples=1: {estimator} compares the samples of a prompt with each other, and the last one "
+            "that is left has nothing to be compared with; set it to 2 or more, or to null"
+        )
     if "sum_pi_squared" in requires and config.algorithm.rollout_correction.bypass_mode:
         found.append(
             f"{rollout_correction.KEY}.bypass_mode=true saves the forward pass from which {estimator} takes the policy's squared "
@@ -124,6 +129,10 @@ def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[st
             f"{estimator} scores a greedy response beside each prompt's samples, which the job that collects into "
             f"{_ROLLOUT}.trajectories_folder={rollout.trajectories_folder} does not generate; set it to null or choose another "
             "estimator"
+        )
+    if "reference" in requires and config.actor_rollout_ref.ref.model.path is None:
+        found.append(
+            f"{estimator} compares the policy with a teacher: set actor_rollout_ref.ref.model.path to its folder or hub name"
         )
     return found + placement.unneeded(config, requires)
 

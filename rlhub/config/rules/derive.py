@@ -197,5 +197,8 @@ def _episodes(config: PPOConfig) -> None:
         agent.num_workers = int(is_async(config) and not is_collected(config) and trainer.batches == "reference")
     if agent.max_concurrent is None:
         agent.max_concurrent = (trainer.max_staleness + 1) * config.data.train_batch_size
+    if agent.min_samples is None:
+        n = config.actor_rollout_ref.rollout.n
+        agent.min_samples = max(-(-n // 2), min(n, 2))
     if agent.episode_timeout_s is None:
         agent.episode_timeout_s = trainer.deadline_s.generate

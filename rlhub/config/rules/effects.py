@@ -57,7 +57,6 @@ def _matching(keys: tuple[str, ...], set_keys: AbstractSet[str]) -> Iterator[str
 def _(config: PPOConfig) -> list[Dead]:
     actor, critic, rollout = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.rollout
     control, val, in_reward = config.algorithm.kl_ctrl, rollout.val_kwargs, config.algorithm.use_kl_in_reward
-    has_reference = actor.use_kl_loss or in_reward
     agent, env_hosts = rollout.agent, tuple(f"{_ROLLOUT}agent.env_host_{name}" for name in ("cpus", "gpus"))
     on_gpus = tuple(f"{_ROLLOUT}{name}" for name in ("gpu_memory_utilization", "enforce_eager", "free_cache_engine"))
     return [
@@ -69,7 +68,6 @@ def _(config: PPOConfig) -> list[Dead]:
          ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
          "algorithm.filter_groups.enable is off"),
         *_correction(config),
-        (not has_reference, (_REF,), "there is no reference without use_kl_loss or use_kl_in_reward"),
         (actor.loss_agg_mode != "seq-mean-token-sum-norm", (f"{_ACTOR}loss_scale_factor",),
          "only loss_agg_mode=seq-mean-token-sum-norm reads it"),
         *_batching(bool(actor.use_dynamic_bsz), _ACTOR, "ppo_"),
@@ -91,6 +89,8 @@ def _(config: PPOConfig) -> list[Dead]:
         (not config.data.val_files and not config.env.val_scenes,
          ("data.val_batch_size", f"{_ROLLOUT}val_kwargs.", "trainer.log_val_generations"), "data.val_files is not set"),
         (config.env.name is None, ("env.",), "env.name is not set"),
+        (config.env.reward != "srpo", ("env.srpo.",), "env.reward is not srpo"),
+        (config.env.srpo.encoder != "vjepa2", ("env.srpo.path",), "env.srpo.encoder is not vjepa2"),
         (asynchronous.is_async(config), (f"{_ROLLOUT}free_cache_engine",), "rollout.mode=async never stops generating"),
         (True, asynchronous.unread(config), asynchronous.why_unread(config)),
         (not agent.num_env_hosts, env_hosts, f"{_ROLLOUT}agent.num_env_hosts is 0"),

@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 
 from rlhub.config.rules import placement
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.vla import FLOW
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -35,6 +36,9 @@ def _rollout_ranks(config: PPOConfig) -> int:
 def problems(config: PPOConfig) -> list[str]:
     """Returns the problems of settings that do not fit together; [] without simulators."""
     env, scoring = config.env, config.reward_model
+    if config.actor_rollout_ref.model.vla.get("decoding") == FLOW:
+        key = "actor_rollout_ref.model.vla.decoding=flow"
+        return [f"{key}: PI0 gives no log-probs of its actions, which policy gradients need; clone it with main_sft"]
     if env.name is None:
         return []
     policy, given, ranks = config.actor_rollout_ref.model, f"env.name={env.name}", _rollout_ranks(config)
@@ -55,8 +59,23 @@ def problems(config: PPOConfig) -> list[str]:
             0 < env.val_scenes < ranks
         ),
         f"env.stages={env.stages} is more than env.num_envs={env.num_envs} of a rank": env.stages > env.num_envs,
+        **_self_referential(config),
     }
     return [*(f"{given}: {text}" for text, holds in refused.items() if holds), *_apart(config)]
+
+
+def _self_referential(config: PPOConfig) -> dict[str, bool]:
+    """Returns what forbids to compare failures with successes, and whether it does."""
+    env, samples = config.env, config.actor_rollout_ref.rollout.n
+    alone = samples == 1 and env.scenes == "seeds" and env.srpo.task == "scene"
+    given = "env.reward=srpo"
+    return {
+        f"{given} with env.srpo.encoder=vjepa2 needs the folder of a V-JEPA 2 model: set env.srpo.path": (
+            env.reward == "srpo" and env.srpo.encoder == "vjepa2" and not env.srpo.path
+        ),
+        f"{given} compares episodes of the same scene, but each has one and comes once: set {_ROLLOUT}.n above 1, "
+        "env.scenes=fixed or env.srpo.task=instruction": env.reward == "srpo" and alone,
+    }
 
 
 def _apart(config: PPOConfig) -> Iterator[str]:

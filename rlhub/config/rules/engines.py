@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhub.config.rules import placement
@@ -61,10 +61,13 @@ def _(config: PPOConfig) -> list[Engine]:
     parts, actor, critic = config.actor_rollout_ref, config.actor_rollout_ref.actor, config.critic
     root, model = "actor_rollout_ref.", critic.model or parts.model
     policy = RoleModel(model_key=f"{root}model", model=parts.model, strategy_key=f"{root}actor.strategy", strategy=actor.strategy)
+    frozen = policy
+    if parts.ref.model.path is not None:
+        frozen = replace(policy, model_key=f"{root}ref.model", model=parts.ref.frozen_model(parts.model))
     value = RoleModel(model_key="critic.model", model=model, strategy_key="critic.strategy", strategy=critic.strategy)
     return [
         _engine(policy, actor.section, "actor", f"{root}actor."),
-        _engine(policy, parts.ref.section(actor), "reference", f"{root}ref."),
+        _engine(frozen, parts.ref.section(actor), "reference", f"{root}ref."),
         _engine(value, critic.section, "critic", "critic."),
         *_reward_model(config),
     ]

@@ -114,14 +114,28 @@ def unplaceable(trainer: TrainerConfig, usual: Container[str], own: Iterable[str
 
 
 def unneeded(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
-    """Returns the problem of a critic that is placed while the estimator needs none.
+    """Returns the problems of a critic and of a reference that are placed while nothing needs them.
 
     requires: of the estimator's registry row.
     """
-    if not is_separate(config.trainer, "critic") or "values" in requires:
-        return []
-    why = f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic"
-    return [f"{_PLACEMENT}.critic={config.trainer.placement['critic']}, but {why}; remove it and its pool"]
+    missing = {
+        "critic": "" if "values" in requires else f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic",
+        "reference": "" if reads_reference(config, requires) else f"there is no reference without {READERS}",
+    }
+    return [
+        f"{_PLACEMENT}.{role}={config.trainer.placement[role]}, but {why}; remove it and its pool"
+        for role, why in missing.items()
+        if why and is_separate(config.trainer, role)
+    ]
+
+
+READERS = "actor_rollout_ref.actor.use_kl_loss, algorithm.use_kl_in_reward or adv_estimator=on_policy_distillation"
+"""Settings by which the log-probs of the reference are read."""
+
+
+def reads_reference(config: PPOConfig, requires: AbstractSet[str]) -> bool:
+    """Returns whether the log-probs of the reference are read.  requires: of the estimator's registry row."""
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward or "reference" in requires
 
 
 def on_machine(trainer: TrainerConfig, num_gpus: int) -> list[str]:
@@ -225,11 +239,8 @@ def _rows(config: PPOConfig) -> Iterator[str]:
 
 def _idle(config: PPOConfig) -> Iterator[str]:
     """Yields the problems of roles that are placed and that this run does not have."""
-    scoring, actor = config.reward_model, config.actor_rollout_ref.actor
+    scoring = config.reward_model
     missing = {
-        "reference": ""
-        if actor.use_kl_loss or config.algorithm.use_kl_in_reward
-        else "there is no reference without actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward",
         "reward_model": "" if scoring.enable else "reward_model.enable is off",
         "judge": "" if scoring.judge.model.path else "reward_model.judge.model.path is not set",
         ENVIRONMENTS: "" if config.env.name else "there are no simulators without env.name",

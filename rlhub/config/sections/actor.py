@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlhub.config.schema import NonNegativeFloat, NonNegativeOrInf, PositiveFloat, PositiveInt, PositiveOrInf
-from rlhub.config.sections.training import FSDPConfig, MegatronConfig, OptimConfig, Section, Strategy, section_of
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig, Section, Strategy, section_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +90,15 @@ class ActorConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class RefModelConfig:
+    path: str | None = None
+    """Folder or hub name of another model as the reference, of the policy's vocabulary: the teacher of
+    algorithm.adv_estimator=on_policy_distillation, or of the KL in reward or loss. null: the starting policy."""
+
+
+@dataclass(slots=True, kw_only=True)
 class RefConfig:
+    model: RefModelConfig = field(default_factory=RefModelConfig)
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
     """Rows in a forward pass of the reference; null: the actor's micro-batch."""
     log_prob_use_dynamic_bsz: bool | None = None
@@ -102,6 +110,10 @@ class RefConfig:
     megatron: MegatronConfig | None = None
     """The reference with the actor's strategy=megatron; fields that are not set follow the actor. Its sizes must equal the
     actor's; offloading may differ."""
+
+    def frozen_model(self, policy: ModelConfig) -> ModelConfig:
+        """Returns the section `model` from which the reference's engine is built.  policy: the policy's."""
+        return replace(policy, path=self.model.path or policy.path, lora_rank=0)
 
     def section(self, actor: ActorConfig) -> Section:
         """Returns the section that the reference's engine reads; it is an engine of the actor's kind."""

@@ -62,6 +62,12 @@ class AgentConfig:
     """Largest number of prompts whose episodes run at once; null: (max_staleness + 1) * train_batch_size."""
     episode_timeout_s: PositiveFloat | None = None
     """Seconds after which an episode is aborted and counted as timed out; null: deadline_s.generate."""
+    episode_retries: NonNegativeInt = 2
+    """Further attempts of an episode that failed or ran out of time, each with another seed. With a tenth of the episodes
+    failing, 2 lose one sample in 1000 for 11% more episodes; 0 loses one in 10, and long episodes first."""
+    min_samples: PositiveInt | None = None
+    """Smallest number of samples with which a prompt's group still trains when others have failed; with fewer the prompt is given
+    up. null: half of n, and at least 2 where n is. n: whole groups only; lower it where every sample is dear."""
     max_failed_batches: PositiveInt = 10
     """Stop the run, with the last error, after so many batches' worth of failed episodes in a row."""
 

@@ -98,7 +98,7 @@ class TrainerConfig:
     """Steps in which only the critic is updated."""
     max_staleness: NonNegativeInt = 0
     """rollout.mode=async: largest number of policy versions by which a sample may be behind when it is trained; 0 waits for each
-    version. With env.name one batch of episodes runs ahead, and above 1 weights are published only when this requires it."""
+    version. With env.name so many batches of episodes run ahead of the one that trains."""
     pipeline_depth: NonNegativeInt | None = None
     """rollout.mode=async: batches by which generation may run ahead of training; null: max_staleness. A smaller number keeps
     samples fresher than that bound."""

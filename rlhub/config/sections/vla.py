@@ -14,6 +14,9 @@ from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.registry import suggest
 
+FLOW = "flow"
+"""The decoding of a policy that writes numbers, and no tokens."""
+
 
 @dataclass(slots=True, kw_only=True)
 class VLAConfig:
@@ -27,9 +30,10 @@ class VLAConfig:
     """Action tokens: the bins into which the range of a number is divided."""
     first_bin_id: NonNegativeInt = 0
     """Token id of the lowest bin; the others follow it. No other token can be sampled."""
-    decoding: Literal["causal", "bidirectional", "sequential"] = "causal"
+    decoding: Literal["causal", "bidirectional", "sequential", "flow"] = "causal"
     """causal, bidirectional: all tokens of a response in one forward pass, at places that see the places before them, or all
-    places (OpenVLA-OFT); sequential: one token after the other, each read by the next (OpenVLA)."""
+    places (OpenVLA-OFT); sequential: one token after the other, each read by the next (OpenVLA); flow: numbers and no tokens, for
+    cloning PI0 by its flow loss (main_sft)."""
     place_ids: list[int] = field(default_factory=list)
     """With decoding in one pass, the input tokens at the places: one id for all, or one for each of the chunk x action_dim
     places. They stand for tokens that are not known yet, so no prompt should contain them."""
@@ -58,7 +62,9 @@ class VLAConfig:
     def problems(self) -> list[str]:
         """Returns sentences on settings that contradict each other; those that depend on the model are checked with it."""
         found = []
-        if self.decoding != "sequential" and len(self.place_ids) not in (1, self.num_tokens):
+        if self.decoding == FLOW and self.value_head:
+            found.append("model.vla.value_head=True: a policy with decoding=flow is cloned only, so set value_head=False")
+        if self.decoding in ("causal", "bidirectional") and len(self.place_ids) not in (1, self.num_tokens):
             found.append(
                 f"model.vla.place_ids has {len(self.place_ids)} ids; with decoding={self.decoding} give 1, or chunk x action_dim "
                 f"= {self.chunk} x {self.action_dim} = {self.num_tokens}"
@@ -85,6 +91,8 @@ def vla_of(model: ModelConfig) -> VLAConfig | None:
     vla = build(VLAConfig, model.vla, problems, prefix="model.vla.")
     if vla.value_head and model.lora_rank > 0:
         problems.append(f"model.lora_rank={model.lora_rank} trains adapters only; model.vla.value_head=True needs a trained head")
+    if vla.decoding == FLOW and model.lora_rank > 0:
+        problems.append(f"model.lora_rank={model.lora_rank} with model.vla.decoding=flow: PI0 trains whole; set lora_rank=0")
     if problems := problems or vla.problems():
         raise ConfigError(problems)
     return vla

@@ -9,6 +9,8 @@ number of environments and of stages change none of them.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,6 +32,7 @@ from rlhub.envs.vector.manager import EnvManager, EnvManagerOptions
 from rlhub.errors import ConfigError, EngineError
 from rlhub.models.vla.policy import PIXEL_VALUES
 from rlhub.registry import knobs_for
+from rlhub.rewards.srpo import EMBEDDING, TASK, Encoder
 from rlhub.utils.seeding import sample_seed, sample_seeds
 
 
@@ -52,7 +55,8 @@ class EpisodeStart:
 class PolicyCall:
     """One call of the policy, and what its actions did.
 
-    images: (cameras, 3, height, width) uint8.  executed: the number of its actions that were executed.  reward: their sum.
+    images: (cameras, 3, height, width) uint8.  images_after: those after the last call of an episode.
+    executed: the number of its actions that were executed.  reward: their sum.
     next_value: the return that the policy predicts after the call, 0 where the episode terminated.
     lost: the environment ended with its process, and nothing of the call counts.
     """
@@ -69,6 +73,7 @@ class PolicyCall:
     truncated: bool = False
     success: bool = False
     lost: bool = False
+    images_after: Tensor | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,6 +122,7 @@ class EpisodeRunner:
     ) -> None:
         """config: with num_envs, of this rank, over all stages.  make_env: is called for each stage, in order."""
         self.engine, self.vla, self.tokenizer = engine, vla, tokenizer
+        self.by_success = config.reward != "simulator"
         self.actions, self.pad_id = ActionTokenizer(vla), pad_id(tokenizer)
         self.stages = [_Stage(make_env(options), self) for options in stage_options(config, vla)]
         self._prompts: dict[str, list[int]] = {}
@@ -262,13 +268,17 @@ class _Stage:
             call.executed, call.reward = int(result.valid[place].sum()), float(result.reward[place].sum())
             call.terminated, call.truncated = bool(result.terminated[place].any()), bool(result.truncated[place].any())
             call.success = bool(result.success[place])
+            if self.runner.by_success:
+                call.reward, call.terminated = float(call.success), call.terminated or call.truncated
+            if place in ended_rows and not call.lost:
+                episode.observe(result.final_obs, ended_rows[place])
+                call.images_after = episode.images
             if call.lost or call.terminated or (call.truncated and not self.runner.vla.value_head):
                 self._free.append(place)
                 continue
             if call.truncated:
                 self._free.append(place)
                 episode.ended = True
-                episode.observe(result.final_obs, ended_rows[place])
             elif call.executed == 0:  # while other environments of its process began again: the call is asked for once more
                 episode.calls.pop()
             else:
@@ -308,6 +318,27 @@ def training_rows(
         columns["rollout_log_probs"] = np.asarray([call.completion.log_probs for call in calls], np.float32)
     tensors = {name: torch.from_numpy(column) for name, column in (columns | outcomes(calls, samples)).items()}
     return tensors | {PIXEL_VALUES: torch.stack([call.images for call in calls])}
+
+
+def embedded(calls: Sequence[PolicyCall], encode: Encoder, task: str) -> dict[str, Tensor]:
+    """Returns the columns of EMBEDDED, in which the last call of an episode has its embedding, and other calls zeros.
+
+    calls: of whole episodes, in order.  task: `scene` or `instruction`, by which episodes have the same task.
+    """
+    films = [[*group] for _, group in itertools.groupby(calls, lambda call: (call.start.scene, call.start.sample))]
+    pictures = [[*(call.images for call in film), film[-1].images_after] for film in films]
+    found = encode([torch.stack([images for images in film if images is not None]) for film in pictures])
+    column = found.new_zeros(len(calls), found.shape[1])
+    column[torch.tensor([len(film) for film in films]).cumsum(0) - 1] = found
+    return {EMBEDDING: column, TASK: torch.tensor([_task_of(call, task) for call in calls])}
+
+
+def _task_of(call: PolicyCall, task: str) -> int:
+    """Returns a number that is the same in every process and step: of the scene, or of the instruction with its places."""
+    if task == "scene":
+        return call.start.initial if call.start.initial >= 0 else call.start.seed
+    digest = hashlib.blake2b(str(call.prompt_ids).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # it must fit int64
 
 
 def outcomes(calls: Sequence[PolicyCall], samples: int) -> dict[str, NDArray[Any]]:

@@ -35,6 +35,7 @@ class ForwardOutputs:
     sum_pi_squared: Tensor | None = None  # the sum of that distribution's squared probabilities; carries no gradient
     values: Tensor | None = None
     scores: Tensor | None = None  # (rows,), at each row's last attended token; 0 for a filler row, which has none
+    flow_errors: Tensor | None = None  # squared errors of the numbers of actions, in the places of their tokens
 
 
 @dataclass(slots=True, kw_only=True)

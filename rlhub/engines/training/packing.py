@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhub.config.sections.vla import VLAConfig
+from rlhub.config.sections.vla import FLOW, VLAConfig
 from rlhub.engines.training.base import Rows
 from rlhub.errors import EngineError
 from rlhub.models.packed_attention import AttentionPlan, plan_attention
 from rlhub.models.shape import ModelKind
+from rlhub.models.vla.flow import FLOW_COLUMNS, FlowInputs, flow_inputs
 from rlhub.models.vla.policy import PIXEL_VALUES, PlacedTokens, place_tokens
 
 OUTPUTS: dict[ModelKind, frozenset[str]] = {
     "policy": frozenset({"log_probs", "entropy", "sum_pi_squared"}),
     "value": frozenset({"values"}),
     "reward": frozenset({"scores"}),
-    "vla": frozenset({"log_probs", "entropy", "sum_pi_squared", "values"}),
+    "vla": frozenset({"log_probs", "entropy", "sum_pi_squared", "values", "flow_errors"}),
 }
 """The outputs that an engine of each kind computes."""
 
@@ -40,7 +41,7 @@ class ModelInputs:
     targets: (S,) ids of the tokens after the sources; empty with one number per row.
     slots: (S,) indices of the numbers into the flattened `shape`.
     plan: the places of the rows in a packed batch, for attention; None when padded.
-    placed, images: of a vision-language-action policy, which reads these and no packed tokens.
+    placed, flow, images: of a vision-language-action policy, which reads these and no packed tokens.
     """
 
     input_ids: Tensor
@@ -52,6 +53,7 @@ class ModelInputs:
     attention_mask: Tensor | None
     plan: AttentionPlan | None
     placed: PlacedTokens | None = None
+    flow: FlowInputs | None = None
     images: Tensor | None = None
 
     def spread(self, values: Tensor) -> Tensor:
@@ -101,6 +103,8 @@ def action_inputs(rows: Rows, vla: VLAConfig, *, device: torch.device) -> ModelI
     """
     mask = rows["response_mask"].bool()
     width, slots = mask.shape[1], mask.flatten().nonzero().squeeze(1)
+    if vla.decoding == FLOW:
+        return _flow_inputs(rows, slots, tuple(mask.shape), vla, device=device)
     placed = place_tokens(rows["input_ids"], rows["attention_mask"], width, vla)
     responses = rows["input_ids"][:, rows["input_ids"].shape[1] - width :]
     targets = responses.flatten()[slots] - vla.first_bin_id
@@ -119,6 +123,23 @@ def action_inputs(rows: Rows, vla: VLAConfig, *, device: torch.device) -> ModelI
         attention_mask=None,
         plan=None,
         placed=placed.to(device),
+        images=rows[PIXEL_VALUES].to(device, non_blocking=True),
+    )
+    return _to(inputs, device)
+
+
+def _flow_inputs(rows: Rows, slots: Tensor, shape: tuple[int, ...], vla: VLAConfig, *, device: torch.device) -> ModelInputs:
+    flow, none = flow_inputs(rows, vla), slots.new_empty(0)
+    inputs = ModelInputs(
+        input_ids=flow.input_ids,
+        position_ids=none,
+        sources=slots,
+        targets=none,
+        slots=slots,
+        shape=shape,
+        attention_mask=None,
+        plan=None,
+        flow=flow.to(device),
         images=rows[PIXEL_VALUES].to(device, non_blocking=True),
     )
     return _to(inputs, device)
@@ -205,8 +226,10 @@ def check_outputs(kind: ModelKind, outputs: Iterable[str]) -> frozenset[str]:
     return wanted
 
 
-def columns_read(kind: ModelKind) -> tuple[str, ...]:
-    """Returns the columns that a forward pass reads."""
+def columns_read(kind: ModelKind, vla: VLAConfig | None = None) -> tuple[str, ...]:
+    """Returns the columns that a forward pass reads.  vla: of a policy of actions."""
     ids = ("input_ids", "attention_mask")
     more: dict[ModelKind, tuple[str, ...]] = {"reward": (), "vla": ("response_mask", PIXEL_VALUES)}
+    if vla is not None and vla.decoding == FLOW:
+        more["vla"] += FLOW_COLUMNS
     return (*ids, *more.get(kind, ("response_mask",)))

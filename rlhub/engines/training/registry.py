@@ -73,11 +73,11 @@ def build_policy_engine(config: ActorRolloutRefConfig, *, device: torch.device, 
 
 
 def build_reference_engine(config: ActorRolloutRefConfig, *, device: torch.device, seed: int) -> TrainEngine:
-    """Builds a frozen engine with the starting weights, not yet initialized."""
+    """Builds the frozen engine of the starting policy, or of the reference's own model, not yet initialized."""
     actor, ref = config.actor, config.ref
     dynamic = actor.use_dynamic_bsz if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
     return TRAIN_ENGINES.get(actor.strategy)(
-        config.model,
+        ref.frozen_model(config.model),
         ref.section(actor),
         None,
         kind=config.model.policy_kind,

@@ -275,6 +275,12 @@ def sft_loss(outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -
     return LossOutput(loss=aggregate(-outputs.log_probs, micro["response_mask"], "token-mean", denominators))
 
 
+def flow_loss(outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
+    """Returns the squared error of the velocities of a flow, averaged over all numbers of the step's actions."""
+    assert outputs.flow_errors is not None
+    return LossOutput(loss=aggregate(outputs.flow_errors, micro["response_mask"], "token-mean", denominators))
+
+
 def counting(rows: Rows, mask: str) -> Rows:
     """Returns the rows with their column `mask`, if they have it, as response_mask: an engine computes only the tokens of
     response_mask, and a loss counts no others."""

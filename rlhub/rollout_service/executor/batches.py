@@ -262,14 +262,14 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
 
 def row_columns(groups: Sequence[Group]) -> dict[str, Tensor]:
     """Returns the columns of one number a row that follow from the samples' numbers: prompt_length, response_length,
-    finish_reason, ordinal, uid (rows,) int64; only if an episode has several rows: episode_id (rows,) int64, the number of its
-    sample in the batch, from 0.
+    finish_reason, ordinal, uid (rows,) int64; only if an episode has several rows or none: episode_id (rows,) int64, the number
+    of its sample in the batch, from 0.  Samples that failed are counted there, so that a mini-batch keeps its prompts.
 
     uid: equal for the rows whose rewards are compared: those of a prompt, and where episodes have several rewards, those of them
     with the same name in `comparison`.
     """
     rows = [row for group in groups for row in group.rows]
-    counts = [count for group in groups for count in group.counts]
+    counts = [count for group in groups for count in group.row_counts]
     compared: dict[tuple[int, str], int] = {}
     numbers: dict[str, Any] = {
         "prompt_length": [row.prompt_length for row in rows],
@@ -282,7 +282,7 @@ def row_columns(groups: Sequence[Group]) -> dict[str, Tensor]:
             for row in group.rows
         ],
     }
-    if len(rows) > len(counts):
+    if any(count != 1 for count in counts):
         numbers["episode_id"] = np.repeat(np.arange(len(counts)), counts)
     return {name: torch.from_numpy(np.array(column, dtype=np.int64)) for name, column in numbers.items()}
 

@@ -37,6 +37,9 @@ class Group:
     valid: whether each sample has a valid score.  numbers: the scorer's other numbers of each sample.  The scoring code sets
     both.  baseline: the greedy response to the prompt, which is scored but neither trained nor counted in the group's age; None
     if the advantage estimator uses none.
+
+    failed: the places, from 0, of episodes that failed for good.  They have neither trajectories nor rows: the samples that are
+    left are compared with each other, and no loss, statistic or metric counts a failed one.
     """
 
     item: PromptItem
@@ -44,6 +47,7 @@ class Group:
     baseline: Sampled | None = None
     valid: list[bool] = field(default_factory=list)
     numbers: list[dict[str, float]] = field(default_factory=list)
+    failed: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self.valid = self.valid or [trajectory.num_tokens > 0 for trajectory in self.trajectories]
@@ -53,6 +57,18 @@ class Group:
     def ordinal(self) -> int:
         """Returns the number of the prompt in the run."""
         return self.item.ordinal
+
+    @property
+    def places(self) -> list[int]:
+        """Returns the place of each sample among the group's episodes, from 0; those of failed episodes are left out."""
+        return [place for place in range(len(self.trajectories) + len(self.failed)) if place not in self.failed]
+
+    @property
+    def results(self) -> list[Sampled | None]:
+        """Returns the result of each of the group's episodes, None for one that failed, and after them the baseline."""
+        found = dict(zip(self.places, self.trajectories, strict=True))
+        samples = [found.get(place) for place in range(len(self.trajectories) + len(self.failed))]
+        return samples if self.baseline is None else [*samples, self.baseline]
 
     @property
     def scored(self) -> list[Sampled]:
@@ -68,6 +84,12 @@ class Group:
     def counts(self) -> list[int]:
         """Returns the number of rows of each sample."""
         return [len(rows_of(sample)) for sample in self.trajectories]
+
+    @property
+    def row_counts(self) -> list[int]:
+        """Returns the number of rows of each of the group's samples, 0 for one that failed."""
+        found = dict(zip(self.places, self.counts, strict=True))
+        return [found.get(place, 0) for place in range(len(self.trajectories) + len(self.failed))]
 
     @property
     def whole(self) -> list[Trajectory]:
@@ -95,6 +117,7 @@ class Group:
         """Returns the group without its prompt, which a resumed run reads from the data again."""
         trajectories = [asdict(trajectory) for trajectory in self.trajectories]
         state = {"ordinal": self.ordinal, "trajectories": trajectories, "valid": self.valid, "numbers": self.numbers}
+        state["failed"] = list(self.failed)
         return state if self.baseline is None else state | {"baseline": asdict(self.baseline)}
 
     @classmethod
@@ -102,21 +125,22 @@ class Group:
         """Returns the group that `to_json` wrote, with the prompt of that ordinal."""
         trajectories = [sampled_of(trajectory) for trajectory in state["trajectories"]]
         baseline = sampled_of(state["baseline"]) if "baseline" in state else None
-        valid, numbers = list(state["valid"]), list(state["numbers"])
-        return cls(item=item, trajectories=trajectories, baseline=baseline, valid=valid, numbers=numbers)
+        valid, numbers, failed = list(state["valid"]), list(state["numbers"]), tuple(state.get("failed", ()))
+        return cls(item=item, trajectories=trajectories, baseline=baseline, valid=valid, numbers=numbers, failed=failed)
 
 
 @dataclass(slots=True)
 class GroupInWork:
     """A group whose episodes run.  workflows: one per episode.  trajectories: of the episodes that have ended.  engines: one per
-    episode, with the tokens written so far.  attempts: of each episode, how often it failed.  group: the complete group, while it
-    is scored."""
+    episode, with the tokens written so far.  attempts: of each episode, how often it failed; with more failures than `retries` it
+    has failed for good.  group: the complete group, while it is scored."""
 
     item: PromptItem
     workflows: Sequence[RolloutWorkflow]
     trajectories: list[Sampled | None]
     engines: list[TrackedEngine] = field(default_factory=list)
     attempts: list[int] = field(default_factory=list)
+    retries: int = 0
     group: Group | None = None
 
     def __post_init__(self) -> None:
@@ -125,7 +149,29 @@ class GroupInWork:
     @property
     def missing(self) -> list[int]:
         """Returns the samples whose episodes have not ended."""
-        return [sample for sample, trajectory in enumerate(self.trajectories) if trajectory is None]
+        pairs = enumerate(zip(self.trajectories, self.attempts, strict=True))
+        return [sample for sample, (trajectory, failures) in pairs if trajectory is None and failures <= self.retries]
+
+    @property
+    def failed(self) -> list[int]:
+        """Returns the samples whose episodes failed for good."""
+        return [sample for sample, failures in enumerate(self.attempts) if failures > self.retries]
+
+    def survives(self, group_size: int, min_samples: int) -> bool:
+        """Returns whether enough samples are left to train, and the baseline after them, without which they have nothing to be
+        compared with."""
+        return not any(sample >= group_size for sample in self.failed) and len(self.failed) <= group_size - min_samples
+
+    def complete(self, group_size: int) -> Group:
+        """Returns the group of the samples that have ended well, while it is scored."""
+        samples, baseline = self.trajectories[:group_size], self.trajectories[group_size:]
+        self.group = Group(
+            item=self.item,
+            trajectories=[sample for sample in samples if sample is not None],
+            baseline=baseline[0] if baseline else None,
+            failed=tuple(self.failed),
+        )
+        return self.group
 
     def state(self) -> dict[str, Any]:
         """Returns the JSON-able state of all samples."""

@@ -12,7 +12,6 @@ is needed.  Admission follows events (a group ends, the version changes); nothin
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -20,8 +19,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlhub.agents.partials import Interrupt, TrackedEngine, completion_of
-from rlhub.agents.trajectory import sampled_of
+from rlhub.agents.partials import Interrupt, TrackedEngine, collect, completion_of
+from rlhub.agents.trajectory import Sampled, sampled_of
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.errors import ConfigError, DeadlineError, HolderLostError, WorkflowError
 from rlhub.rollout_service.executor.batches import Delivery, FailureLimit, GroupRequest, Release, keep_nothing
@@ -44,8 +43,6 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 CALL_DEADLINE_S = 60.0
 """Time limit in seconds for a call on the event loop, which runs only short pieces of work."""
-COLLECT_S = 10.0
-"""Time limit in seconds for the running generations to return the tokens that they have sampled."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +51,8 @@ class ExecutorOptions:
 
     group_size: the number of samples per prompt.  seed: the run's seed.  stale_policy: how groups beyond the bound are handled.
     episode_timeout_s: time limit of an episode.  episode_retries: further attempts of an episode that failed, each with a seed of
-    its own.  max_failed_batches: the run stops after so many batches' worth of failed groups in a row.
+    its own.  min_samples: a group trains without its failed episodes while so many samples are left; None: all must be.
+    max_failed_batches: the run stops after so many batches' worth of failed groups in a row.
     """
 
     group_size: int = 1
@@ -62,6 +60,7 @@ class ExecutorOptions:
     stale_policy: StalePolicy = "drop"
     episode_timeout_s: float | None = None
     episode_retries: int = 0
+    min_samples: int | None = None
     max_failed_batches: int = 10
 
 
@@ -141,7 +140,7 @@ class WorkflowExecutor:
 
     def trained(self, step: int) -> None:
         """Marks the groups that were taken for this step or an earlier one as trained."""
-        self._call(self._trained, step)
+        self._call(self.delivery.trained, step)
 
     def give_back(self, groups: Sequence[Group]) -> None:
         """Lets groups that `next_groups` returned wait again; those whose tokens were lost are generated again."""
@@ -185,7 +184,7 @@ class WorkflowExecutor:
         """Continues from `state`.  Must come before `start`."""
         self._restored = {group["ordinal"]: group for group in state["finished"]}
         self._begun = {work["ordinal"]: work["samples"] for work in state["begun"]}
-        sizes = {len(group["trajectories"]) + ("baseline" in group) for group in state["finished"]}
+        sizes = {len(group["trajectories"]) + len(group.get("failed", ())) + ("baseline" in group) for group in state["finished"]}
         sizes |= {len(samples) for samples in self._begun.values()}
         if sizes - {self._num_episodes}:
             raise ValueError(
@@ -273,19 +272,25 @@ class WorkflowExecutor:
         samples = [self.workflow_for(row)] * self.options.group_size
         return samples if self.baseline_for is None else [*samples, self.baseline_for(row)]
 
+    def _group_in_work(self, item: PromptItem, results: list[Sampled | None], attempts: list[int]) -> GroupInWork:
+        retries = self.options.episode_retries
+        work = GroupInWork(item, self._workflows(item.row), results, attempts=attempts, retries=retries)
+        self._work[item.ordinal] = work
+        return work
+
     def _launch(self, item: PromptItem, begun: Sequence[Mapping[str, Any]] = ()) -> None:
         """Starts the group's episodes; of a group that was `begun` before a resume, only those that are missing."""
         self.ledger.run(item.ordinal)
-        failed = [before.get("attempt", 0) for before in begun]
-        work = GroupInWork(item, self._workflows(item.row), [None] * self._num_episodes, attempts=failed)
-        self._work[item.ordinal] = work
+        work = self._group_in_work(item, [None] * self._num_episodes, [before.get("attempt", 0) for before in begun])
+        if not self._survives(work):  # the settings have become stricter
+            work.attempts = [min(failures, work.retries) for failures in work.attempts]
         for sample in range(self._num_episodes):
             before = begun[sample] if begun else {"trajectory": None, "written": None}
             data = episode_data(self.options.seed, item, sample, completion_of(before["written"]), work.attempts[sample])
             work.engines.append(TrackedEngine(self.engine, data))
             if before["trajectory"] is not None:
                 work.trajectories[sample] = sampled_of(before["trajectory"])
-            else:
+            elif sample in work.missing:
                 self._submit(work, data)
         if not work.missing:
             self._complete(work)
@@ -299,10 +304,10 @@ class WorkflowExecutor:
             self.ledger.lose(group.ordinal)
             self.staleness.on_lose()
             self.statistics.counts["lost_groups"] += 1
-            work = GroupInWork(group.item, self._workflows(group.item.row), list(group.scored))
+            failures = [(self.options.episode_retries + 1) * (place in group.failed) for place in range(self._num_episodes)]
+            work = self._group_in_work(group.item, group.results, failures)
             fresh = (episode_data(self.options.seed, group.item, sample, None) for sample in range(self._num_episodes))
             work.engines = [TrackedEngine(self.engine, data) for data in fresh]
-            self._work[group.ordinal] = work
         for work in list(self._work.values()):
             lost = [n for n, one in enumerate(work.trajectories) if one is not None and lies_in(one, home)]
             for sample in lost:
@@ -356,10 +361,7 @@ class WorkflowExecutor:
                 self._failed(work, sample, WorkflowError(f"episode {result.task_id} was cancelled by its own code"))
 
     def _complete(self, work: GroupInWork) -> None:
-        done = [trajectory for trajectory in work.trajectories if trajectory is not None]
-        samples, baseline = done[: self.options.group_size], done[self.options.group_size :]
-        group = Group(item=work.item, trajectories=samples, baseline=baseline[0] if baseline else None)
-        work.group = group
+        group = work.complete(self.options.group_size)
         if self.on_group is None:
             self._filter(work, group)
         else:
@@ -394,17 +396,26 @@ class WorkflowExecutor:
         self._react()
 
     def _failed(self, work: GroupInWork, sample: int, error: BaseException) -> None:
-        """Starts the episode again while it may; else its group has failed."""
-        if work.attempts[sample] < self.options.episode_retries:
-            work.attempts[sample] += 1
-            self.ledger.retry(work.item.ordinal)
-            self.statistics.counts["retried_episodes"] += 1
-            self._begin_again(work, sample)
+        """Starts the episode again while it may; else its group goes on without it, or has failed where too few are left."""
+        work.attempts[sample] += 1
+        again = sample in work.missing
+        self.ledger.fail(work.item.ordinal, again=again)
+        self.statistics.counts["retried_episodes" if again else "failed_episodes"] += 1
+        if again:
             logger.info("episode %d-%d begins again after %r", work.item.ordinal, sample, error)
+            self._begin_again(work, sample)
+        elif self._survives(work):
+            logger.info("prompt %d goes on without sample %d after %r", work.item.ordinal, sample, error)
+            if not work.missing:
+                self._complete(work)
         elif stop := self._failure_limit.failed(work.item.ordinal, error):
             self._fail(stop)
         else:
             self._reject(work, "failed_groups", f"failed: {type(error).__name__}: {error}")
+
+    def _survives(self, work: GroupInWork) -> bool:
+        size, least = self.options.group_size, self.options.min_samples
+        return work.survives(size, size if least is None else least)
 
     def _reject(self, work: GroupInWork, count: str, reason: str) -> None:
         """Rejects the group and cancels its episodes that still run."""
@@ -412,9 +423,8 @@ class WorkflowExecutor:
         del self._work[ordinal]
         for sample in work.missing:
             self.runner.cancel(f"{ordinal}-{sample}")
-        self.statistics.wasted_tokens += sum(t.num_tokens for t in work.trajectories if t is not None)
+        self.statistics.reject(count, work.trajectories, self.options.group_size)
         self.release(work.trajectories)
-        self.statistics.counts[count] += 1
         self._failure_limit.rejected(reason)
         self.ledger.reject(ordinal, reason)
         self.staleness.on_reject()
@@ -438,9 +448,6 @@ class WorkflowExecutor:
         elif self._error is not None:
             self._fail(self._error)
         self._react()
-
-    def _trained(self, step: int) -> None:
-        self.delivery.trained(step)
 
     def _give_back(self, ordinals: list[int]) -> None:
         self.delivery.give_back(ordinals)
@@ -473,17 +480,7 @@ class WorkflowExecutor:
         )
 
     async def _collect(self, interrupt: Interrupt) -> None:
-        """Makes every running generation record its tokens; one that does not in time starts again after a resume."""
-        engines = [engine for work in self._work.values() for sample, engine in enumerate(work.engines) if sample in work.missing]
-        request_ids = [request_id for engine in engines for request_id in engine.request_ids()]
-
-        async def written() -> None:
-            if request_ids:
-                await interrupt(request_ids)
-            await asyncio.gather(*(engine.settled() for engine in engines))
-
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(written(), COLLECT_S)
+        await collect([work.engines[sample] for work in self._work.values() for sample in work.missing], interrupt)
 
     def _snapshot(self) -> tuple[dict[str, Any], dict[str, int], list[Group], list[dict[str, Any]]]:
         begun = [work.state() for work in self._work.values()]

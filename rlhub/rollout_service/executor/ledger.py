@@ -2,13 +2,14 @@
 time.
 
 issued -> running -> finished -> trained | rejected | dropped; back to running where a process that kept finished samples has
-died.  Ordinals are issued in order and never again.  A prompt that has
-ended leaves the ledger, so the ledger is as large as the work in progress.  All prompts below the frontier have ended; a resumed
-run reads prompts from there on, and skips those that have ended too.
+died.  Ordinals are issued in order and never again.  A prompt that has ended leaves the ledger, with its failed attempts, so the
+ledger is as large as the work in progress.  All prompts below the frontier have ended; a resumed run reads prompts from there on,
+and skips those that have ended too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -39,14 +40,17 @@ OnEnd = Callable[[Sequence[int], Phase, str], None]
 class PromptLedger:
     """Tracks the phases of all open prompts.  Each transition is checked: ValueError for one that would lose or repeat a prompt.
 
-    It is not thread-safe.  first: the first ordinal of the run.  on_end: called at each end, for audits.  num_retries: the number
-    of episodes that began again after a failure.
+    It is not thread-safe.  first: the first ordinal of the run.  on_end: called at each end, for audits.
+
+    num_retries: the number of episodes that began again after a failure.  num_failed: that of episodes that failed for good.
+    attempts: of each open prompt with failures, how many of its episodes' attempts failed.
     """
 
     def __init__(self, first: int = 0, on_end: OnEnd | None = None) -> None:
         self.next_ordinal = first
         self.counts = dict.fromkeys(ENDS, 0)
-        self.num_retries = 0
+        self.num_retries = self.num_failed = 0
+        self.attempts: Counter[int] = Counter()
         self.on_end = on_end
         self._open: dict[int, Phase] = {}
 
@@ -78,11 +82,13 @@ class PromptLedger:
         """Records that the prompt's group is complete and may be trained."""
         self._move(ordinal, Phase.FINISHED)
 
-    def retry(self, ordinal: int) -> None:
-        """Records that an episode of the prompt failed and begins again."""
+    def fail(self, ordinal: int, *, again: bool) -> None:
+        """Records that an attempt of one of the prompt's episodes failed, and begins again or was the last."""
         if self._open.get(ordinal) is not Phase.RUNNING:
-            raise ValueError(f"prompt {ordinal} has no episode to retry: it is {self._open.get(ordinal, 'at its end')}")
-        self.num_retries += 1
+            raise ValueError(f"prompt {ordinal} has no episode that could fail: it is {self._open.get(ordinal, 'at its end')}")
+        self.attempts[ordinal] += 1
+        self.num_retries += again
+        self.num_failed += not again
 
     def lose(self, ordinal: int) -> None:
         """Records that samples of the prompt's complete group were lost, and their episodes run again."""
@@ -113,6 +119,7 @@ class PromptLedger:
         for ordinal in ordinals:
             self._move(ordinal, phase)
             del self._open[ordinal]
+            self.attempts.pop(ordinal, None)
         self.counts[phase] += len(ordinals)
         if self.on_end is not None and ordinals:
             self.on_end(ordinals, phase, reason)
@@ -124,6 +131,8 @@ class PromptLedger:
             "open": [[ordinal, phase.value] for ordinal, phase in self._open.items()],
             "counts": {phase.value: count for phase, count in self.counts.items()},
             "retries": self.num_retries,
+            "failed_episodes": self.num_failed,
+            "attempts": [[ordinal, count] for ordinal, count in self.attempts.items()],
         }
 
     def load_state(self, state: Mapping[str, Any], finished: Iterable[int]) -> None:
@@ -131,7 +140,8 @@ class PromptLedger:
         kept = set(finished)
         self.next_ordinal = int(state["next_ordinal"])
         self.counts = {phase: int(state["counts"][phase.value]) for phase in ENDS}
-        self.num_retries = int(state.get("retries", 0))
+        self.num_retries, self.num_failed = int(state.get("retries", 0)), int(state.get("failed_episodes", 0))
+        self.attempts = Counter({int(ordinal): int(count) for ordinal, count in state.get("attempts", ())})
         self._open = {int(ordinal): Phase.FINISHED if ordinal in kept else Phase.ISSUED for ordinal, _ in sorted(state["open"])}
         lost = kept.difference(self._open)
         if lost:

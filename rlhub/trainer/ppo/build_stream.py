@@ -54,10 +54,6 @@ from rlhub.utils.collector import heap_set_aside
 from rlhub.workers.memory_handover import WorkerRuntime
 
 logger = logging.getLogger(__name__)
-EPISODE_RETRIES = 2
-"""Further attempts of an episode that failed or timed out, each with another seed.  With a tenth of the episodes failing, a group
-of 8 is then lost once in 126 times instead of 57 times in 100, for 11% more episodes.  A workflow that gives an episode up (None,
-Reject) is not asked again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -325,7 +321,8 @@ def build_executor(episodes: EpisodeRuntime, scoring: GroupScoring, log: PromptL
             seed=trainer.seed,
             stale_policy=trainer.stale_policy,
             episode_timeout_s=rollout.agent.episode_timeout_s,
-            episode_retries=EPISODE_RETRIES,
+            episode_retries=rollout.agent.episode_retries,
+            min_samples=rollout.agent.min_samples,
             max_failed_batches=rollout.agent.max_failed_batches,
         ),
         on_group=scoring,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,14 +80,22 @@ class Dealing:
         ref.reorder(torch.from_numpy(np.argsort(order)))
         return ref
 
-    def receive(self, ranks: WorkerGroup, batch: BatchRef, step: int) -> BatchRef:
-        """Lets the ranks get the rows of a step from other processes, each the rows that it will train; those forget them."""
+    def begin_receive(self, ranks: WorkerGroup, batch: BatchRef, step: int) -> Callable[[], BatchRef]:
+        """Lets other processes give away the rows of a step, each to the rank that will train it; see `WorkerGroup.receive`.
+
+        Returns what lets the ranks get them, in the order of `batch`, which is dropped.
+        """
         order = self.order(batch.small, step)
         batch.reorder(torch.from_numpy(order))
-        moved = ranks.receive(batch, TRAINING_MESH)
+        get = ranks.begin_receive(batch, TRAINING_MESH)
         batch.drop()
-        moved.reorder(torch.from_numpy(np.argsort(order)))
-        return moved
+
+        def received() -> BatchRef:
+            moved = get()
+            moved.reorder(torch.from_numpy(np.argsort(order)))
+            return moved
+
+        return received
 
     def _rows_per_mini_batch(self, batch: Batch) -> int:
         """Returns the rows of an optimizer step; of episodes, which have as many rows as calls, an equal part of the batch."""
@@ -117,7 +125,7 @@ def arrange(
     and, where its size is given, `critic_mini_batch`.
 
     batch: needs `prompt_length` and `response_length` (rows,), or `attention_mask` (rows, prompt + response); `episode_id`
-    (rows,), from 0, where samples have several rows, which count as one in the size of a mini-batch.  Returns it.
+    (rows,), from 0, where samples have several rows or none, which count as one in the size of a mini-batch.  Returns it.
     """
     samples = batch.batch["episode_id"] if "episode_id" in batch.batch.keys() else torch.arange(len(batch))
     num_samples = int(samples.max()) + 1

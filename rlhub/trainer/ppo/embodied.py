@@ -13,11 +13,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save
 
+from rlhub.checkpoint.files import FileEntry, write_file
 from rlhub.config.rules.placement import ENVIRONMENTS, PoolConfig, is_separate, pool_of
 from rlhub.config.sections.env import EnvConfig
 from rlhub.config.sections.ppo import PPOConfig
@@ -29,6 +32,7 @@ from rlhub.data.prompts import fingerprint_of
 from rlhub.errors import ConfigError
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.rewards.rows import rows_here
+from rlhub.rewards.srpo import SelfReference, SuccessBank
 from rlhub.single_controller import AsyncActorOptions, WorkerGroup
 from rlhub.single_controller.placement import ActorPlaces
 from rlhub.single_controller.worker_group import GroupMethod
@@ -39,6 +43,8 @@ from rlhub.utils.seeding import sample_seed
 
 Z_95 = 1.959964
 """The quantile of the normal distribution for an interval of 95 %."""
+SUCCESSES = "successes.safetensors"
+"""File of a checkpoint with the bank of SelfReference."""
 
 
 class SceneData:
@@ -109,22 +115,47 @@ def _simulators(trainer: TrainerConfig, pool: PoolConfig, number: int, log_dir: 
 
 @dataclass(slots=True)
 class EpisodeGenerator:
-    """Runs episodes in the simulators of the rollout's ranks, with the weights that they have."""
+    """Runs episodes in the simulators of the rollout's ranks, with the weights that they have.
+
+    reference: rewards the failures of training episodes; None where the simulators reward them.
+    """
 
     rollout: WorkerGroup
     config: RolloutConfig
     by_reference: bool = False
+    reference: SelfReference | None = None
     _numbers: Iterator[int] = field(init=False, default_factory=itertools.count)
 
     def training(self, scenes: DataProto) -> Batch:
         """Returns the calls of n episodes from each scene, with their log-probs."""
-        return _columns(self._method("episodes")(self._request(scenes, training_sampling(self.config), log_probs=True)))
+        return self.rewarded(self.submit(scenes, None)())
 
     def submit(self, scenes: DataProto, version: int | None) -> Callable[[], Batch]:
-        """Does the same without waiting; what it returns waits.  version: that of the policy, for a column policy_version."""
-        request = self._request(scenes, training_sampling(self.config), log_probs=True, policy_version=version)
+        """Begins the same and returns at once; what it returns waits for the calls, which are to be `rewarded`.
+
+        version: that of the policy, for a column policy_version.
+        """
+        asked: dict[str, object] = {"policy_version": version, "embed": True if self.reference is not None else None}
+        meta = {name: value for name, value in asked.items() if value is not None}
+        request = self._request(scenes, training_sampling(self.config), log_probs=True, **meta)
         sent = self._method("episodes").submit(request)
         return functools.cache(lambda: _columns(sent.get()))
+
+    def rewarded(self, calls: Batch) -> Batch:
+        """Returns the calls of a step with the rewards that they train with.  Every step's are rewarded once, in order."""
+        return calls if self.reference is None else self.reference(calls)
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        """Writes the successes with which later failures are compared."""
+        if self.reference is None:
+            return []
+        bank = self.reference.bank
+        return [write_file(folder / SUCCESSES, save({"embeddings": bank.embeddings, "task": bank.task}))]
+
+    def load(self, folder: Path) -> None:
+        """Goes on with what `save` wrote; a checkpoint of other rewards has nothing of it."""
+        if self.reference is not None and (folder / SUCCESSES).is_file():
+            self.reference.bank = SuccessBank(**load_file(folder / SUCCESSES))
 
     def greedy(self, scenes: DataProto) -> Batch:
         """Raises ConfigError: no estimator compares episodes with greedy ones."""

@@ -1,21 +1,28 @@
 """EpisodeStream: episodes of simulators that run while the policy trains on those before (rollout.mode=async with env.name).
 
-    step s:  publish version s-1 -> take batch s from the rollout's ranks -> let them begin batch s+1 -> train batch s
+    rollout's ranks:  batch s+1 -> batch s+2 -> ... as far as the bound permits, on a thread of their own
+    step s:           publish version s-1, if no batch waits for it in vain -> take batch s -> train
 
-A rank runs one batch at a time, with one version of the weights.  Its rows go to the training ranks before it begins the next
-one, since a busy rank could not send them.  A batch is begun with weights that will be at most trainer.max_staleness versions old
-when it trains: with 1 each step publishes; with more, publications wait until the bound requires them.  A smaller
+A rank runs one batch at a time, with one version of the weights.  When its episodes are over, its rows are put where the training
+ranks can get them, since a busy rank could not send them, and it begins the next batch.  A batch is begun only with weights that
+will be at most trainer.max_staleness versions old when it trains, so at most so many batches are ahead; a smaller
 trainer.pipeline_depth takes the place of that bound.  With 0 nothing runs ahead, and the schedule is that of rollout.mode=sync.
 
-Each scene trains once: a checkpoint has the loader's position before the batch that is in work, which a resumed run begins again,
-and prompts.jsonl has one line for each scene that has trained.
+Weights go to a rank between two batches.  Training waits for that where it has no batch to train on anyway, or where the ranks
+stand still because each further batch would be too old; else it goes on, and a later step publishes.
+
+Each scene trains once: a checkpoint has the loader's position before the first batch that has not trained, from which a resumed
+run begins again, and prompts.jsonl has one line for each scene that has trained.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
 from rlhub.checkpoint.files import FileEntry
@@ -24,25 +31,29 @@ from rlhub.data.order import ResumableLoader
 from rlhub.errors import CheckpointError
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.rollout_service.executor.ledger import Phase
+from rlhub.tracking.spans import AHEAD
 from rlhub.trainer.ppo.embodied import EpisodeGenerator
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.stream_source import PromptLog
 from rlhub.trainer.ppo.sync_source import PROMPTS_IN_WORK, STREAMED
 from rlhub.trainer.ppo.worker_groups import WorkerGroups
+from rlhub.utils.aio.loop_thread import LoopThread
+from rlhub.utils.timing import PhaseTimer
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class BatchInWork:
+@dataclass(slots=True, kw_only=True)
+class BatchAhead:
     """A batch that the rollout's ranks have begun.
 
-    ordinals: of its scenes.  position: the loader's state before it.  version: of the policy that acts in it.  wait: returns its
-    rows when its episodes are over.
+    step: the one that trains it.  ordinals: of its scenes.  position: the loader's state before it.  version: of the policy that
+    acts in it.  rows: returns its rows on the ranks that train; None while its episodes run.
     """
 
+    step: int
     ordinals: list[int]
     position: dict[str, Any]
     version: int
-    wait: Callable[[], Batch]
+    rows: Callable[[], Batch] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,39 +65,56 @@ class EpisodeStream:
     generator: EpisodeGenerator
     groups: WorkerGroups
     log: PromptLog
+    timers: PhaseTimer
     last_step: int
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
-    _published: int | None = field(init=False, default=None)
-    _ahead: BatchInWork | None = field(init=False, default=None)
+    _published: int = field(init=False, default=-1)
+    _ahead: deque[BatchAhead] = field(init=False, default_factory=deque)
     _trains: list[int] = field(init=False, default_factory=list)
+    _thread: LoopThread | None = field(init=False, default=None)
+    _generating: Future[None] = field(init=False, default_factory=Future)
+    _changed: Condition = field(init=False, default_factory=Condition)
+    _next: int = field(init=False, default=0)
+    _paused: bool = field(init=False, default=False)
 
     def publish(self) -> None:
-        """Sends the weights to the rollout's ranks, as far as the next batch that they begin needs them."""
-        trains_at = self.policy_version + min(self._bound, 1)
-        if self._published is None or trains_at - self._published > self._bound:
+        """Sends the weights to the rollout's ranks, unless training would wait for episodes that it does not need yet."""
+        with self._changed:
+            waits = not self._ahead or self._ahead[0].rows is None
+            due = self._published < 0 or (not self._is_over and (waits or (self._is_too_old and not self._is_busy)))
+            self._pause(due)
+        if due:
             self.refresh()
+            self._pause(False)
 
     def refresh(self) -> None:
-        """Sends the actor's present weights, unless the ranks have them; waits until a batch in work is over."""
+        """Sends the actor's present weights, unless the ranks have them, when a batch in work is over.  No further one begins
+        before the next publication."""
+        self._pause(True)
+        self._wait_for(lambda: not self._is_busy)
         if self._published != self.policy_version:
-            self._episodes_over()
             self.groups.weights.sync(self.policy_version)
             self._published = self.policy_version
 
     def sample(self, prompts: Iterator[DataProto], step: int) -> Samples:
-        """Returns the batch that was begun a step ago, and lets the ranks begin the next one."""
-        if self._ahead is None:
+        """Returns the oldest batch, when its episodes are over."""
+        if self._thread is None:
             if self.policy_version == 0:
                 self.log.start()
-            self._ahead = self._begin(prompts)
-        batch, current, self._ahead = self._episodes_over(), self._ahead, None
-        assert batch is not None, "begun above, if not a step ago"
+            self._next = step
+            self._thread = LoopThread(AHEAD)
+            self._generating = self._thread.ask(self._generate, prompts)
+            self._generating.add_done_callback(lambda _: self._notify())
+        with self.timers.measure("wait_for_episodes"):
+            self._wait_for(lambda: bool(self._ahead) and self._ahead[0].rows is not None)
+        with self._changed:
+            current = self._ahead.popleft()
+        self._wait_for(lambda: self._is_busy or self._is_too_old or self._is_over)  # the next one begins before the next weights
+        assert current.rows is not None, "waited for above"
+        batch = self.generator.rewarded(current.rows())
         if self._bound:
-            batch = self._moved(batch, step)
             batch.meta_info["policy_version"] = self.policy_version
-            if step < self.last_step:
-                self._ahead = self._begin(prompts)
         self._trains = current.ordinals
         self.log.take(step, current.ordinals)
         staleness = {"rollout/staleness": float(self.policy_version - current.version)}
@@ -100,26 +128,74 @@ class EpisodeStream:
         assert trainer.pipeline_depth is not None, "derive first"
         return min(trainer.max_staleness, trainer.pipeline_depth)
 
-    def _episodes_over(self) -> Batch | None:
-        """Returns the batch in work when its episodes are over; None where none is in work."""
-        return None if self._ahead is None else self._ahead.wait()
+    @property
+    def _is_busy(self) -> bool:
+        """Returns whether episodes run."""
+        return bool(self._ahead) and self._ahead[-1].rows is None
 
-    def _begin(self, scenes: Iterator[DataProto]) -> BatchInWork:
-        assert self._published is not None, "the step publishes before it samples"
-        position = self.loader.state()
-        batch = next(scenes)
-        return BatchInWork(
-            ordinals=batch.batch["ordinal"].tolist(),
-            position=position,
-            version=self._published,
-            wait=self.generator.submit(batch, self._published if self._bound else None),
-        )
+    @property
+    def _is_too_old(self) -> bool:
+        """Returns whether the next batch would be beyond the bound with the published weights."""
+        return self._next - 1 - self._published > self._bound
 
-    def _moved(self, batch: Batch, step: int) -> Batch:
-        """Returns the rows where they train: by reference, the rollout's ranks forget them."""
-        if not isinstance(batch, BatchRef):
-            return batch
-        return self.groups.dealing(self.config).receive(self.groups.actor, batch, step)
+    @property
+    def _is_over(self) -> bool:
+        """Returns whether no further batch is to begin."""
+        return self._next > self.last_step
+
+    def _generate(self, scenes: Iterator[DataProto]) -> None:
+        """Lets the ranks run one batch after the other, up to the last step's; on the thread."""
+        while (begun := self._begin(scenes)) is not None:
+            batch, asked = begun
+            over = self.generator.submit(asked, batch.version if self._bound else None)()
+            rows = self._put(over, batch.step)
+            with self._changed:
+                batch.rows = rows
+                self._changed.notify_all()
+
+    def _begin(self, scenes: Iterator[DataProto]) -> tuple[BatchAhead, DataProto] | None:
+        """Waits until a batch of the published weights may begin; returns it with its scenes, None after the last."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or (not self._paused and not self._is_too_old))
+            if self._is_over:
+                return None
+            position = self.loader.state()
+            asked = next(scenes)
+            ordinals = asked.batch["ordinal"].tolist()
+            batch = BatchAhead(step=self._next, ordinals=ordinals, position=position, version=self._published)
+            self._ahead.append(batch)
+            self._next += 1
+            self._changed.notify_all()
+            return batch, asked
+
+    def _put(self, batch: Batch, step: int) -> Callable[[], Batch]:
+        """Lets the rollout's ranks give the rows away, where they train elsewhere; returns what gets them there."""
+        if not self._bound or not isinstance(batch, BatchRef):
+            return lambda: batch
+        return self.groups.dealing(self.config).begin_receive(self.groups.actor, batch, step)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        """Waits for the thread.  Raises what it failed with."""
+        with self._changed:
+            self._changed.wait_for(lambda: condition() or self._generating.done())
+        if self._generating.done():
+            self._generating.result()
+
+    def _pause(self, paused: bool) -> None:
+        with self._changed:
+            self._paused = paused
+            self._changed.notify_all()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread; one that waits for ranks ends with them."""
+        self.last_step = 0
+        self._notify()
+        if self._thread is not None:
+            self._thread.stop_soon()
 
     def select(self, samples: Samples) -> Batch:
         """Returns all samples."""
@@ -131,12 +207,13 @@ class EpisodeStream:
         self.log.ended(self._trains, Phase.TRAINED, "")
 
     def save(self, folder: Path) -> list[FileEntry]:
-        """Writes nothing: everything is in `state`."""
-        return []
+        """Writes what the generator has to remember."""
+        return self.generator.save(folder)
 
     def state(self) -> dict[str, Any]:
         """Returns the loader's state before the first scene that has not trained."""
-        position = self.loader.state() if self._ahead is None else self._ahead.position
+        with self._changed:
+            position = self._ahead[0].position if self._ahead else self.loader.state()
         return {"loader": position, "policy_version": self.policy_version}
 
     def load_state(self, state: Mapping[str, Any], folder: Path) -> None:
@@ -145,4 +222,5 @@ class EpisodeStream:
             raise CheckpointError(PROMPTS_IN_WORK)
         self.loader.load_state(state["loader"])
         self.policy_version = state["policy_version"]
+        self.generator.load(folder)
         self.log.load_state({"next_ordinal": state["loader"]["consumed"], "open": []})

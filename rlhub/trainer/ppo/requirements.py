@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from rlhub.config.rules.asynchronous import may_be_stale
+from rlhub.config.rules.placement import reads_reference
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.registry import suggest
 
@@ -20,7 +21,7 @@ class Requirements:
     """Says what the training step computes.
 
     values: a critic predicts them; own_values: the policy itself does, in its pass before the update.  reference: log-probs of
-    the frozen starting policy are read.  old_log_probs: the policy has a forward pass of its own before the update;
+    the frozen reference are read.  old_log_probs: the policy has a forward pass of its own before the update;
     sum_pi_squared: which also gives that.  bypass: the rollout's log-probs stand in for the old ones.  groups: several samples
     per prompt.  baseline_rewards: a greedy response per prompt is scored.  reward_components: the scorer's own numbers are read.
     rollout_log_probs: the update reads them.  correction: tokens are weighted or rejected before the update; staleness: or in
@@ -74,7 +75,7 @@ def requirements(config: PPOConfig) -> Requirements:
     return Requirements(
         values="values" in needs and not own_values,
         own_values=own_values,
-        reference=actor.use_kl_loss or in_reward,
+        reference=reads_reference(config, needs),
         old_log_probs=not correction.bypass_mode and (in_advantages or in_loss),
         bypass=correction.bypass_mode,
         sum_pi_squared="sum_pi_squared" in needs,

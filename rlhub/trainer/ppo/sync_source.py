@@ -70,6 +70,14 @@ class SampleGenerator(Protocol):
         """Returns what it reports of its samples."""
         ...
 
+    def save(self, folder: Path) -> list[FileEntry]:
+        """Writes what it has to remember below a checkpoint's folder."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Goes on with what `save` wrote."""
+        ...
+
 
 @dataclass(slots=True)
 class Generator:
@@ -95,6 +103,13 @@ class Generator:
     def metrics(self, batch: Batch) -> dict[str, float]:
         """Returns nothing: the rewards of answers are reported when they are scored."""
         return {}
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        """Writes nothing: prompts have seeds of their own, and answers no history."""
+        return []
+
+    def load(self, folder: Path) -> None:
+        """Needs nothing."""
 
     def _method(self, purpose: str) -> GroupMethod:
         """Returns the call that generates; by reference, the tokens of each generation stay with the ranks under a key of its
@@ -157,8 +172,8 @@ class SyncSource:
             self.policy_version = step
 
     def save(self, folder: Path) -> list[FileEntry]:
-        """Writes nothing: everything is in `state`."""
-        return []
+        """Writes what the generator has to remember."""
+        return self.generator.save(folder)
 
     def state(self) -> dict[str, Any]:
         """Returns the loader's state, which stands where the next batch begins."""
@@ -169,4 +184,5 @@ class SyncSource:
         if STREAMED in state:
             raise CheckpointError(PROMPTS_IN_WORK)
         self.loader.load_state(state["loader"])
+        self.generator.load(folder)
         self.policy_version = state["policy_version"]

@@ -25,6 +25,7 @@ from rlhub.pipeline.show import to_svg
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager
 from rlhub.rewards.managers import reward_function
+from rlhub.rewards.srpo import SelfReference
 from rlhub.single_controller import ClassWithInitArgs, Launched
 from rlhub.tracking.tracker import Metrics
 from rlhub.trainer.launch import launch_workers
@@ -217,7 +218,8 @@ def build_schedule(
         return stream, concurrent if data.val_batches else None
     by_reference = config.trainer.batches == "reference"
     if config.env.name is not None:
-        episodes = EpisodeGenerator(groups.rollout, config.actor_rollout_ref.rollout, by_reference)
+        reference = SelfReference(config.env.srpo) if config.env.reward == "srpo" else None
+        episodes = EpisodeGenerator(groups.rollout, config.actor_rollout_ref.rollout, by_reference, reference)
         source: SampleSource = SyncSource(config, data.loader, episodes, groups.weights)
         refresh = None
         if runs_ahead(config):
@@ -227,8 +229,10 @@ def build_schedule(
                 generator=episodes,
                 groups=groups,
                 log=PromptLog(run.folder.path / PROMPTS),
+                timers=run.timers,
                 last_step=data.total_steps,
             )
+            stack.callback(ahead.close)
             source, refresh = ahead, ahead.refresh
         on_scenes = episode_validator(config, data.val_batches, data.tokenizer, episodes)
         on_scenes.refresh = refresh

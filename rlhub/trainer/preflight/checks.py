@@ -150,6 +150,7 @@ def warnings(config: PPOConfig, set_keys: AbstractSet[str]) -> list[str]:
     loss = f"{_ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}"
     rules: list[effects.Dead] = [
         ("values" not in requires, ("critic.", "trainer.critic_warmup"), f"{estimator} has no critic"),
+        _no_reference(config, requires),
         _twice_weighted(config, loss),
         *_components_only(config, estimator, requires),
     ]
@@ -164,9 +165,17 @@ def warnings(config: PPOConfig, set_keys: AbstractSet[str]) -> list[str]:
     return effects.without_effect(config, set_keys, rules)
 
 
+def _no_reference(config: PPOConfig, requires: AbstractSet[str]) -> effects.Dead:
+    """Returns the settings of the reference where nothing reads its log-probs."""
+    why = f"there is no reference without {placement.READERS}"
+    return not placement.reads_reference(config, requires), ("actor_rollout_ref.ref.",), why
+
+
 def _components_only(config: PPOConfig, estimator: str, requires: AbstractSet[str]) -> list[effects.Dead]:
-    """Returns the settings of the tokens' rewards, which an estimator that compares the scorer's own numbers does not read."""
-    holds, why = "components_only" in requires, f"{estimator} reads the reward function's own numbers alone"
+    """Returns the settings of the tokens' rewards, which an estimator that compares the scorer's own numbers, or log-probs, does
+    not read."""
+    read = "the reward function's own numbers" if "reward_components" in requires else "log-probs"
+    holds, why = "components_only" in requires, f"{estimator} reads {read} alone"
     kl = ("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.")
     return [
         (

@@ -177,7 +177,8 @@ def _models(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[tuple[
         own_reference = config.model.lora_rank == 0  # else it is the policy with its adapters off
         return [(engine, number == 0) for number, engine in enumerate(found if own_reference else found[:1])]
     needs = requirements(config)
-    own_reference = config.actor_rollout_ref.model.lora_rank == 0 or placement.is_separate(config.trainer, "reference")
+    adapters = config.actor_rollout_ref.model.lora_rank > 0 and config.actor_rollout_ref.ref.model.path is None
+    own_reference = not adapters or placement.is_separate(config.trainer, "reference")
     absent = {"critic": not needs.values, "reference": not (needs.reference and own_reference)}
     return [(engine, engine.role in ("actor", "critic")) for engine in found if not absent.get(engine.role, False)]
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhub.config.rules.engines import Engine, engines
-from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig, PPOConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import check_weights
 from rlhub.models.shape import POLICIES, ModelKind
-from rlhub.models.tokenizer import check_tokenizer
+from rlhub.models.tokenizer import check_tokenizer, load_tokenizer
 from rlhub.trainer.ppo.requirements import requirements
 
 KINDS: dict[str, ModelKind] = {"critic": "value", "reward_model": "reward"}
@@ -39,6 +39,8 @@ def check_model_weights(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) ->
                 check_tokenizer(model)
         except ConfigError as error:
             problems += [f"{key}.path={model.path}: {text}" for text in error.problems]
+    if isinstance(config, PPOConfig) and not problems:
+        problems += _other_vocabulary(config.actor_rollout_ref)
     if problems:
         raise ConfigError(problems)
 
@@ -67,6 +69,21 @@ def _(config: SFTConfig | DPOConfig) -> Iterator[tuple[str, ModelConfig, ModelKi
 @_models.register
 def _(config: RMConfig) -> Iterator[tuple[str, ModelConfig, ModelKind]]:
     yield "model", config.model, "reward"
+
+
+def _other_vocabulary(config: ActorRolloutRefConfig) -> list[str]:
+    """Returns the problem of a reference of its own with other tokens than the policy: it would grade other texts."""
+    policy, frozen = config.model, config.ref.frozen_model(config.model)
+    if frozen.path == policy.path or not all(Path(path or "").expanduser().is_dir() for path in (policy.path, frozen.path)):
+        return []
+    own, other = (load_tokenizer(model.path, trust_remote_code=model.trust_remote_code).get_vocab() for model in (policy, frozen))
+    differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+    if not differing:
+        return []
+    return [
+        f"actor_rollout_ref.ref.model.path={frozen.path}: its tokenizer has other ids than that of the policy for "
+        f"{len(differing)} tokens, for example {differing[0]!r}; choose a model of the same vocabulary"
+    ]
 
 
 def _entry(engine: Engine) -> tuple[str, ModelConfig, ModelKind]:

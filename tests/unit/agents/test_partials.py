@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from rlhub.agents import partials
 from rlhub.agents.partials import TrackedEngine
 from rlhub.agents.workflows.base import EpisodeData
 from rlhub.agents.workflows.turns import SingleTurn
 from rlhub.engines.rollout.base import Completion, FinishReason, Follow, GenerationRequest, Progress, SamplingParams
-from rlhub.rollout_service.executor import executor as executor_module
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from tests.support.episodes import PROMPT, executing, parts, prompts
 
@@ -141,7 +141,7 @@ def test_a_service_that_does_not_answer_holds_up_no_checkpoint(monkeypatch: pyte
     async def never(request_ids: list[str]) -> None:
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(executor_module, "COLLECT_S", 0.05)
+    monkeypatch.setattr(partials, "COLLECT_S", 0.05)
     engine = Typist(stop_after=3)
     with executing(SingleTurn(parts()), staleness=StalenessManager(1, 0), engine=engine, interrupt=never) as executor:
         executor.start(prompts())

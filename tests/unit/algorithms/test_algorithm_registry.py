@@ -24,6 +24,7 @@ def test_estimators_work_from_what_their_rows_require_and_not_from_less(name: st
         "sum_pi_squared": {"sum_pi_squared": torch.full((2, 2), 0.5)},
         "baseline_rewards": {"baseline_rewards": torch.zeros(2)},
         "reward_components": {"reward_components": {"right": torch.tensor([1.0, 0.0], dtype=torch.float64)}},
+        "reference": {"ref_log_prob": torch.tensor([[-1.0, -0.5], [-1.0, -2.0]])},
         "components_only": {},
         "gather": {},
         "episodes": {"episode": torch.arange(2), "call": torch.zeros(2).long(), "terminated": torch.ones(2).bool()},

@@ -108,3 +108,18 @@ def test_numbers_by_episode() -> None:
     assert rows.each(torch.tensor([1, 2, 3, 4])).tolist() == [1, 2, 3, 1, 4]
     assert rows.leading.tolist() == [True, True, True, False, True]
     assert EpisodeRows.of(torch.arange(3), torch.zeros(3).long()).index is None
+
+
+@pytest.mark.parametrize("name", sorted(name for name in ADVANTAGE_ESTIMATORS.names() if name != "chunk_grpo"))
+def test_a_failed_episode_is_a_smaller_group_to_every_estimator(name: str) -> None:
+    """Its number is missing in `episode_id`, and nothing else tells of it: neither in values nor in metrics."""
+    for seed in range(5):
+        batch = make_batch(seed, 24, WIDTH)
+        kept = torch.rand(24, generator=torch.Generator().manual_seed(seed)) < 0.7
+        left = {name: column[kept] for name, column in batch.items()}
+        left |= {"sample_index": torch.arange(int(kept.sum())), "uid": left["uid"]}
+        numbered = left | {"episode_id": torch.arange(24)[kept]}
+        alone, found = advantages(left, HERE, name), advantages(numbered, HERE, name)
+        assert found.metrics == alone.metrics
+        for column in ("advantages", "returns", "learn_mask"):
+            assert torch.equal(found.columns[column].nan_to_num(7), alone.columns[column].nan_to_num(7)), column

@@ -109,4 +109,4 @@ def test_a_short_run_clones_and_learns_and_a_frozen_one_stays(capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert all(stage in printed for stage in ("clone", "start", "iteration", "other colour", "blindfolded"))
     frozen = run(Settings(episodes=8, iterations=1, from_scratch=True, frozen=True, checked=32))
-    assert frozen["first"] == frozen["last"]
+    assert frozen.success[0] == frozen.success[1]

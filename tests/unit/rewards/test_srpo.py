@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from rlhub.algorithms.statistics import Gather
-from rlhub.errors import ConfigError
-from rlhub.rewards.srpo import SRPOKnobs, SuccessBank, episode_encoder, srpo_rewards
+from rlhub.config.sections.env import SRPOConfig
+from rlhub.errors import LoadError
+from rlhub.protocol import DataProto
+from rlhub.rewards.srpo import EMBEDDING, LARGEST_BANK, TASK, SelfReference, SuccessBank, episode_encoder, srpo_rewards
+from tests.support.vla import write_video_model
 
-KNOBS = SRPOKnobs()
+CONFIG = SRPOConfig()
 
 
 def batch(seed: int, rows: int = 40, tasks: int = 3, width: int = 6) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,7 +78,7 @@ def pooled(parts: Sequence[list[int]], columns: tuple[Tensor, Tensor, Tensor], b
             assert torch.equal(own, every[rows])
             return every[dealt]
 
-        rewards[rows], found = srpo_rewards(embeddings[rows], success[rows], task[rows], bank, KNOBS, Gather.of(rows, collect))
+        rewards[rows], found = srpo_rewards(embeddings[rows], success[rows], task[rows], bank, CONFIG, Gather.of(rows, collect))
     return rewards, found
 
 
@@ -82,7 +86,7 @@ def pooled(parts: Sequence[list[int]], columns: tuple[Tensor, Tensor, Tensor], b
 @pytest.mark.parametrize("quantile", [0.5, 0.9, 1.0])
 def test_it_is_the_slow_reference(seed: int, quantile: float) -> None:
     embeddings, success, task = batch(seed)
-    rewards, _ = srpo_rewards(embeddings, success, task, SuccessBank(), SRPOKnobs(quantile=quantile))
+    rewards, _ = srpo_rewards(embeddings, success, task, SuccessBank(), SRPOConfig(quantile=quantile))
     expected = torch.tensor(slow_rewards(embeddings, success, task, quantile), dtype=torch.float64)
     torch.testing.assert_close(rewards, expected, rtol=1e-9, atol=1e-12)
     assert rewards[~success].max() < 0.6 and len(rewards.unique()) > 10
@@ -90,21 +94,21 @@ def test_it_is_the_slow_reference(seed: int, quantile: float) -> None:
 
 def test_ranks_and_order_change_no_bit() -> None:
     columns, (before, solved, kind) = batch(1), batch(2)
-    _, bank = srpo_rewards(before, solved, kind, SuccessBank(), KNOBS)
-    whole, kept = srpo_rewards(*columns, bank, KNOBS)
+    _, bank = srpo_rewards(before, solved, kind, SuccessBank(), CONFIG)
+    whole, kept = srpo_rewards(*columns, bank, CONFIG)
     rows = len(whole)
     for parts in ([range(7), range(7, rows)], [range(0, rows, 2), range(1, rows, 2)], [range(20, 20), range(rows)]):
         rewards, found = pooled([list(part) for part in parts], columns, bank)
         assert torch.equal(rewards, whole) and torch.equal(found.embeddings, kept.embeddings)
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
-    moved, found = srpo_rewards(*(column[order] for column in columns), bank, KNOBS)
+    moved, found = srpo_rewards(*(column[order] for column in columns), bank, CONFIG)
     assert torch.equal(moved, whole[order]) and torch.equal(found.embeddings, kept.embeddings)
 
 
 def test_successes_of_one_shard_alone_would_be_another_reward() -> None:
     embeddings, success, task = batch(1)
-    whole, _ = srpo_rewards(embeddings, success, task, SuccessBank(), KNOBS)
-    half, _ = srpo_rewards(embeddings[:20], success[:20], task[:20], SuccessBank(), KNOBS)
+    whole, _ = srpo_rewards(embeddings, success, task, SuccessBank(), CONFIG)
+    half, _ = srpo_rewards(embeddings[:20], success[:20], task[:20], SuccessBank(), CONFIG)
     assert not torch.allclose(half, whole[:20])
 
 
@@ -114,8 +118,8 @@ def test_failures_far_away_get_nearly_nothing_the_best_too() -> None:
         successes = torch.randn(32, width, generator=generator, dtype=torch.float64)
         failures = 40 + torch.randn(32, width, generator=generator, dtype=torch.float64)
         success, task = torch.arange(64) < 32, torch.zeros(64, dtype=torch.int64)
-        far, _ = srpo_rewards(torch.cat([successes, failures]), success, task, SuccessBank(), KNOBS)
-        near, _ = srpo_rewards(torch.cat([successes, failures - 40]), success, task, SuccessBank(), KNOBS)
+        far, _ = srpo_rewards(torch.cat([successes, failures]), success, task, SuccessBank(), CONFIG)
+        near, _ = srpo_rewards(torch.cat([successes, failures - 40]), success, task, SuccessBank(), CONFIG)
         assert far[32:].max() < 0.1 and (far[:32] == 1).all()
         assert near[32:].median() > 0.25 and near[32:].max() < 0.6
 
@@ -123,20 +127,20 @@ def test_failures_far_away_get_nearly_nothing_the_best_too() -> None:
 def test_without_a_scale_or_a_success_of_its_task_a_failure_gets_nothing() -> None:
     embeddings = torch.tensor([[0.0], [0.0], [1.0], [9.0]], dtype=torch.float64)
     success, task = torch.tensor([True, False, False, False]), torch.tensor([0, 0, 0, 1])
-    rewards, bank = srpo_rewards(embeddings, success, task, SuccessBank(), KNOBS)
+    rewards, bank = srpo_rewards(embeddings, success, task, SuccessBank(), CONFIG)
     assert rewards.tolist() == [1.0, 0.0, 0.0, 0.0]
-    rewards, _ = srpo_rewards(embeddings + 0.5, success, task, bank, KNOBS)  # the bank's success and this one have a distance
+    rewards, _ = srpo_rewards(embeddings + 0.5, success, task, bank, CONFIG)  # the bank's success and this one have a distance
     assert rewards[1] > 0.3 and rewards[2] > 0.0 and rewards[3] == 0.0
 
 
 def test_the_bank_keeps_the_newest_successes_of_each_task() -> None:
-    bank, knobs = SuccessBank(), SRPOKnobs(bank=2)
+    bank, knobs = SuccessBank(), SRPOConfig(bank=2)
     for number in range(5):
         column = torch.full((2, 1), float(number), dtype=torch.float64)
         _, bank = srpo_rewards(column, torch.tensor([True, number == 0]), torch.tensor([0, 1]), bank, knobs)
     assert bank.task.tolist() == [1, 0, 0] and bank.embeddings[:, 0].tolist() == [0.0, 3.0, 4.0]
-    with pytest.raises(ValueError, match="quantile"):
-        SRPOKnobs(quantile=0.0)
+    many = torch.arange(LARGEST_BANK + 3)
+    assert SuccessBank(embeddings=many[:, None].double(), task=many).newest(2).task.tolist() == many[3:].tolist()
 
 
 def episode(seed: int, frames: int = 5, cameras: int = 1) -> Tensor:
@@ -144,8 +148,8 @@ def episode(seed: int, frames: int = 5, cameras: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["pixels", "vjepa2"])
-def test_an_embedding_belongs_to_its_episode_alone(name: str, tmp_path: Path) -> None:
-    encode = episode_encoder(name, path=video_model(tmp_path), seed=3)
+def test_an_embedding_belongs_to_its_episode_alone(name: Any, tmp_path: Path) -> None:
+    encode = episode_encoder(SRPOConfig(encoder=name, path=str(write_video_model(tmp_path))))
     episodes = [episode(1), episode(2, frames=4), episode(3, frames=1), episode(4, cameras=2)]
     whole = encode(episodes)
     assert whole.dtype == torch.float64 and len(torch.unique(whole, dim=0)) == 4
@@ -156,20 +160,72 @@ def test_an_embedding_belongs_to_its_episode_alone(name: str, tmp_path: Path) ->
     assert not torch.equal(encode([changed])[0], whole[0])
 
 
-def test_an_unknown_encoder_is_named() -> None:
-    with pytest.raises(ConfigError, match="dino"):
-        episode_encoder("dino")
-    with pytest.raises(ConfigError, match="folder"):
-        episode_encoder("vjepa2")
+def test_the_distance_of_pictures_grows_with_the_way_of_what_moves() -> None:
+    """Pixels alone differ as much from any way on that leaves no overlap."""
+
+    def moved(by: int) -> Tensor:
+        picture = torch.full((1, 1, 3, 32, 32), 120, dtype=torch.uint8)
+        picture[..., 4 + by : 8 + by, 10:14] = 250
+        return picture
+
+    start, *others = episode_encoder(SRPOConfig())([moved(by) for by in (0, 2, 4, 8, 12, 16, 20)])
+    far = [float((other - start).norm()) for other in others]
+    assert far == sorted(far) and far[-1] > 1.8 * far[1] > 0
 
 
-def video_model(folder: Path) -> str:
-    """A tiny V-JEPA 2 of random weights."""
-    from transformers import VJEPA2Config, VJEPA2Model
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=f"env.srpo.path={tmp_path}"):
+        episode_encoder(SRPOConfig(encoder="vjepa2", path=str(tmp_path)))
 
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "mlp_ratio": 2.0}
-    predictor = {"pred_hidden_size": 24, "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1, "pred_mlp_ratio": 2.0}
-    model = VJEPA2Model(VJEPA2Config(patch_size=8, crop_size=16, frames_per_clip=4, num_pooler_layers=1, **sizes, **predictor))
-    model.save_pretrained(folder)
-    return str(folder)
+
+# --- episodes of a step ------------------------------------------------------------------------------------------------------
+
+
+def calls_of(columns: tuple[Tensor, Tensor, Tensor], lost: Sequence[int] = ()) -> DataProto:
+    """Two calls of each episode, whose last has the embedding and, where the episode succeeded, the reward 1."""
+    embeddings, success, task = columns
+    rows = len(task)
+    last = torch.arange(2 * rows) % 2 == 1
+    twice = {name: column.repeat_interleave(2, 0) for name, column in (("success", success), (TASK, task))}
+    return DataProto.from_dict(
+        {
+            "episode": torch.arange(rows).repeat_interleave(2) * 3,
+            "call": last.long(),
+            "success": twice["success"] & last,
+            "lost": torch.isin(torch.arange(2 * rows), torch.tensor(lost) * 2 + 1) if lost else torch.zeros_like(last),
+            "scores": (twice["success"] & last).float(),
+            TASK: twice[TASK],
+            EMBEDDING: torch.where(last[:, None], embeddings.repeat_interleave(2, 0), 0.0),
+            "input_ids": torch.zeros(2 * rows, 3, dtype=torch.int64),
+        }
+    )
+
+
+def test_failed_episodes_of_a_step_have_their_reward_in_the_last_call() -> None:
+    columns, later = batch(1), batch(2)
+    reference = SelfReference(SRPOConfig())
+    found = reference(calls_of(columns))
+    expected, bank = srpo_rewards(*columns, SuccessBank(), SRPOConfig())
+    assert torch.equal(found.batch["scores"][1::2], expected.float()) and not found.batch["scores"][::2].any()
+    assert torch.equal(reference.bank.embeddings, bank.embeddings) and {EMBEDDING, TASK}.isdisjoint(found.batch.keys())
+    assert "input_ids" in found.batch.keys()
+    second, alone = reference(calls_of(later)), SelfReference(SRPOConfig())(calls_of(later))
+    assert not torch.equal(second.batch["scores"], alone.batch["scores"]), "earlier successes count"
+
+
+def test_the_order_of_calls_changes_no_reward() -> None:
+    rows, shuffled = calls_of(batch(1)), calls_of(batch(1))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
+    shuffled.reorder(order)
+    found, moved = (SelfReference(SRPOConfig())(one).batch["scores"] for one in (rows, shuffled))
+    assert torch.equal(found[order], moved) and len(found.unique()) > 10
+
+
+def test_a_lost_episode_is_neither_a_success_nor_a_failure() -> None:
+    embeddings, success, task = batch(1)
+    kept = torch.arange(len(task)) != 4
+    reference, without = SelfReference(SRPOConfig()), SelfReference(SRPOConfig())
+    found = reference(calls_of((embeddings, success & kept, task), lost=[4])).batch["scores"].view(-1, 2)
+    expected = without(calls_of((embeddings[kept], success[kept], task[kept]))).batch["scores"].view(-1, 2)
+    assert torch.equal(found[kept], expected) and not found[4].any()
+    assert torch.equal(reference.bank.embeddings, without.bank.embeddings)

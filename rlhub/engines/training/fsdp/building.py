@@ -23,17 +23,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhub.config.sections.training import ModelConfig, OptimConfig
-from rlhub.config.sections.vla import VLAConfig, vla_of
+from rlhub.config.sections.vla import FLOW, VLAConfig, vla_of
 from rlhub.engines.training.fsdp.logprob import token_outputs
 from rlhub.engines.training.fsdp.weights import Layout, ShardedParam, num_bytes, shard_model, sharded_params
 from rlhub.engines.training.optimizer import HOST, MOMENTS, EngineOptimizer, HostTensors
 from rlhub.engines.training.packing import ModelInputs
+from rlhub.errors import EngineError
 from rlhub.models.experts import unfused
 from rlhub.models.hf import SCALAR_HEAD, ModelKind, backbone, build_model
 from rlhub.models.lora import add_lora, named_parameters
 from rlhub.models.packed_attention import PACKED_ATTENTION
 from rlhub.models.shape import POLICIES
-from rlhub.models.vla import policy
+from rlhub.models.vla import flow, policy
 from rlhub.protocol.weights.pieces import Piece, whole
 
 BROADCAST_BYTES = 1 << 30
@@ -95,6 +96,8 @@ def _root(model: PreTrainedModel, plan: BuildPlan) -> nn.Module:
     if plan.kind == "vla":
         vla = vla_of(plan.model)
         assert vla is not None, "the kind follows from it"
+        if vla.decoding == FLOW:
+            return FlowModule(model, vla)
         return VLAModule(model, vla, temperature=plan.temperature)
     return ScalarModule(model, output="values" if plan.kind == "value" else "scores")
 
@@ -160,6 +163,21 @@ class VLAModule(nn.Module):
             weight, bias = policy.bin_head(self.model, self.vla)
             found = token_outputs(hidden, weight, bias, inputs.targets, temperature=self.temperature, wanted=outputs)
         return found | ({"values": policy.values_of(self.model, self.vla, hidden)} if "values" in outputs else {})
+
+
+class FlowModule(nn.Module):
+    """Computes `flow_errors`, (S,) float32 or float64, of the numbers of actions."""
+
+    def __init__(self, model: PreTrainedModel, vla: VLAConfig) -> None:
+        super().__init__()
+        self.model, self.vla = model, vla
+
+    def forward(self, inputs: ModelInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
+        if outputs != {"flow_errors"}:
+            raise EngineError(f"model.vla.decoding=flow gives flow_errors only, not {sorted(outputs)}: it has no log-probs")
+        assert inputs.flow is not None and inputs.images is not None
+        errors = flow.flow_errors(self.model, self.vla, inputs.flow, inputs.images)
+        return {"flow_errors": errors.flatten().index_select(0, inputs.sources)}
 
 
 class ScalarModule(nn.Module):

@@ -136,7 +136,7 @@ class FSDPEngine(TrainEngine):
     def infer(self, rows: Rows, *, outputs: Iterable[str], adapters: bool = True) -> dict[str, Tensor]:
         self._prepare()
         wanted = check_outputs(self.kind, outputs)
-        needed = {name: rows[name] for name in columns_read(self.kind)}
+        needed = {name: rows[name] for name in columns_read(self.kind, self.vla)}
         shape = needed["response_mask"].shape if "response_mask" in needed else needed["attention_mask"].shape[:1]
         results = {name: torch.zeros(shape, dtype=self._output_dtype) for name in wanted}
         self.root.eval()

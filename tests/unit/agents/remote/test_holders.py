@@ -20,7 +20,7 @@ from rlhub.rollout_service.executor.episode_groups import Group
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, WorkerGroup, launch
 from tests.support.episodes import executing, parts, prompts, trajectory
-from tests.support.kept_streams import BATCH, BRANCHES, SAMPLES, Stream, streaming, trained_rows
+from tests.support.kept_streams import BATCH, BRANCHES, FAILING, SAMPLES, Stream, streaming, trained_rows
 from tests.support.row_workers import RowWorker
 
 STEPS = 4
@@ -66,6 +66,31 @@ def test_episodes_of_several_rows_are_the_same_by_reference(tmp_path: Path, rank
         shutil.copytree(tmp_path / "rollouts", folder / "rollouts")
         shutil.copy(tmp_path / "rollouts.json", folder)
         with streaming(folder, by_reference, num_actors=num_actors, name=BRANCHES) as stream:
+            stream.source.load_state(state, folder)
+            assert [stream.step(step) for step in (3, 4)] == expected[2:]
+
+
+@pytest.mark.parametrize("num_actors", [0, 2], ids=["in the driver", "in actors"])
+def test_groups_that_lost_samples_are_the_same_by_reference(tmp_path: Path, ranks: WorkerGroup, num_actors: int) -> None:
+    """Also after a process is lost and after a resume; what has failed for good is never tried again."""
+    limits = {"group_size": 4, "episode_retries": 1, "min_samples": 2, "max_failed_batches": 99}
+    expected = trained_rows(tmp_path / "driver", STEPS, name=FAILING, **limits)
+    with streaming(tmp_path, ranks, num_actors=num_actors, name=FAILING, **limits) as stream:
+        assert stream.step(1) == expected[0]
+        if num_actors:
+            stream.settle()
+            lose(stream)
+        assert stream.step(2) == expected[1]
+        kept, untrained = stream.kept()
+        assert kept == untrained
+        assert any(group.failed for group in stream.source.executor.delivery.untrained())
+        stream.source.save(tmp_path)
+        state = json.loads(json.dumps(stream.source.state()))
+    for number, by_reference in enumerate((ranks, None)):
+        folder = tmp_path / f"resumed {number}"
+        shutil.copytree(tmp_path / "rollouts", folder / "rollouts")
+        shutil.copy(tmp_path / "rollouts.json", folder)
+        with streaming(folder, by_reference, num_actors=num_actors, name=FAILING, **limits) as stream:
             stream.source.load_state(state, folder)
             assert [stream.step(step) for step in (3, 4)] == expected[2:]
 

@@ -75,6 +75,7 @@ def inputs_of(case: Any) -> AdvantageInputs:
         group=torch.where(empty, -1 - torch.arange(rows), group),
         values=garbled(torch.randn(rows, width, generator=torch_generator, dtype=torch.float64)),
         old_log_probs=garbled(log_p[..., 0]),
+        ref_log_prob=garbled(log_p[..., 1]),
         sum_pi_squared=garbled(log_p.exp().square().sum(-1)),
         baseline_rewards=per_row([0.0, 1.0, 0.3]),
         reward_components={"right": per_row([0.0, 1.0]), "length": per_row([-100.0, 20.0, 20.5]), "same": per_row([0.1])},
@@ -133,6 +134,13 @@ def _optimal_token_baseline(facts: Facts, knobs: Any) -> Tables:
     return references.optimal_token_baseline(returns, pi, squares, facts.mask, facts.group), returns
 
 
+def _on_policy_distillation(facts: Facts, knobs: Any) -> Tables:
+    pairs = zip(facts.column("ref_log_prob"), facts.column("old_log_probs"), strict=True)
+    ratios = [[p - q for p, q in zip(*rows, strict=True)] for rows in pairs]
+    table = references.to_go(ratios, facts.mask, knobs.discount)
+    return table, table
+
+
 def _gdpo(facts: Facts, knobs: Any) -> Tables:
     components = facts.inputs.reward_components
     weights = knobs.reward_weights or dict.fromkeys(components, 1.0)
@@ -160,6 +168,7 @@ REFERENCES: dict[str, tuple[Callable[[Facts, Any], Tables], list[dict[str, Any]]
     "opo": (lambda facts, knobs: facts.rows(references.opo(facts.outcome, facts.group, facts.mask)), [{}]),
     "gpg": (lambda facts, knobs: facts.rows(references.gpg(facts.outcome, facts.group, facts.mask)), [{}]),
     "optimal_token_baseline": (_optimal_token_baseline, [{}, {"gamma": 0.8}]),
+    "on_policy_distillation": (_on_policy_distillation, [{}, {"discount": 0.7}, {"discount": 1.0}]),
     "gdpo": (_gdpo, [{}, {"reward_weights": {"length": 0.5, "right": -2}}]),
     "cpgd": (
         lambda facts, knobs: facts.rows(references.cpgd(facts.outcome, facts.group, facts.mask, knobs.weighting)),

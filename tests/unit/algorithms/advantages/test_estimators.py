@@ -264,6 +264,7 @@ def test_a_batch_without_tokens(name: str) -> None:
             group=-1 - torch.arange(rows),
             values=floats,
             old_log_probs=floats,
+            ref_log_prob=floats,
             sum_pi_squared=floats,
             baseline_rewards=per_row,
             reward_components={"right": per_row},

@@ -39,6 +39,7 @@ def test_what_follows_from_the_bound() -> None:
         (COLLECTED | {"algorithm__filter_groups__enable": True, f"{ROLLOUT}n": 2}, ("filter_groups", "s3://t", "null")),
         (ASYNC | {f"{AGENT}num_env_hosts": 2}, ("num_env_hosts=2", "no episode asks", "agent.kwargs.environment")),
         (ASYNC | ENVIRONMENT | {f"{AGENT}env_host_gpus": 1.5}, ("env_host_gpus=1.5", "set 1 or 2")),
+        (ASYNC | {f"{ROLLOUT}n": 4, f"{AGENT}min_samples": 5}, ("min_samples=5", "rollout.n=4", "whole groups", "null")),
         ({"trainer__replay_from": "x", "trainer__test_freq": 5}, ("test_freq=5", "main_eval")),
         ({"trainer__replay_from": "x", "trainer__record_batches": True}, ("recorded already",)),
     ],
@@ -62,6 +63,19 @@ def test_environment_hosts_serve_a_workflow_that_asks_for_environments() -> None
         assert checks.check(config) == []
         warned = [text for text in effects.without_effect(config, {CPUS}) if CPUS in text]
         assert len(warned) == (why is not None) and all(str(why) in text for text in warned), warned
+
+
+@pytest.mark.parametrize(("n", "least"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 3), (8, 4), (16, 8)])
+def test_half_of_a_group_is_enough_and_two_where_there_are_two(n: int, least: int) -> None:
+    assert good(**ASYNC | {f"{ROLLOUT}n": n}).actor_rollout_ref.rollout.agent.min_samples == least
+
+
+def test_a_last_sample_is_compared_with_nothing() -> None:
+    values = ASYNC | {f"{ROLLOUT}n": 4, f"{AGENT}min_samples": 1}
+    (problem,) = checks.check_requirements(good(**values), {"groups"})
+    assert "min_samples=1" in problem and "2 or more" in problem
+    assert checks.check_requirements(good(**values), set()) == []
+    assert checks.check_requirements(good(**values | {f"{AGENT}min_samples": 2}), {"groups"}) == []
 
 
 def test_replicas_may_be_tensor_parallel() -> None:

@@ -87,6 +87,8 @@ def test_group_estimators_need_groups() -> None:
     assert "actor_rollout_ref.rollout.n=1" in problem and "2 or more" in problem
     assert checks.check_requirements(good(actor_rollout_ref__rollout__n=2), frozenset({"groups"})) == []
     assert checks.check_requirements(good(), frozenset({"values"})) == []
+    (problem,) = checks.check_requirements(good(), frozenset({"reference"}))
+    assert "set actor_rollout_ref.ref.model.path to its folder" in problem
 
 
 def test_uneven_sizes_are_stated() -> None:

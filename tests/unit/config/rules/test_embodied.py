@@ -67,11 +67,18 @@ def test_a_rank_has_an_environment_for_each_of_its_episodes(values: dict[str, ob
         ({"trainer__replay_from": "x"}, ("records no batches", "trainer.replay_from=null")),
         ({"env__val_scenes": 1, "trainer__n_gpus_per_node": 2}, ("env.val_scenes=1", "2 ranks", "set 0 or at least 2")),
         ({"env__stages": 3, "env__num_envs": 2}, ("env.stages=3", "env.num_envs=2")),
+        ({"env__reward": "srpo"}, ("each has one and comes once", "rollout.n above 1", "env.scenes=fixed")),
+        ({"env__reward": "srpo", f"{ROLLOUT}n": 2, "env__srpo__encoder": "vjepa2"}, ("V-JEPA 2", "set env.srpo.path")),
     ],
 )
 def test_what_cannot_start(values: dict[str, object], parts: tuple[str, ...]) -> None:
     problems = [problem for problem in checks.check(embodied(**values)) if problem.startswith("env.name=reach_color: ")]
     assert len(problems) == 1 and all(part in problems[0] for part in parts), problems
+
+
+@pytest.mark.parametrize("values", [{f"{ROLLOUT}n": 2}, {"env__scenes": "fixed"}, {"env__srpo__task": "instruction"}])
+def test_failures_are_compared_where_successes_may_come(values: dict[str, object]) -> None:
+    assert checks.check(embodied(env__reward="srpo", **values)) == []
 
 
 def test_filtered_groups_cannot_start() -> None:

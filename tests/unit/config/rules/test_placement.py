@@ -49,7 +49,6 @@ def test_good_placements_pass(pools: dict[str, Any], placement: dict[str, Any], 
         ({"own": {"nnodes": 0}}, {"critic": "own"}, {}, ["trainer.pools.own.nnodes: got 0, expected int >= 1"]),
         ({"main": {}}, {"critic": "main"}, {}, ["trainer.pools.main: the main pool's size is trainer.nnodes x"]),
         (ONE, {"rollout": "own"}, {"trainer__backend": "local"}, ["trainer.backend=local", "use trainer.backend=ray"]),
-        (ONE, {"reference": "own"}, {}, ["trainer.placement.reference=own, but there is no reference without"]),
         (ONE, {"reward_model": "own"}, {}, ["reward_model.enable is off"]),
         (ONE, {"judge": "own"}, {}, ["reward_model.judge.model.path is not set"]),
         (
@@ -86,6 +85,13 @@ def test_a_critic_that_nobody_asks_is_refused() -> None:
     assert checks.check_requirements(config, frozenset({"values"})) == []
     (problem,) = checks.check_requirements(config, frozenset())
     assert "trainer.placement.critic=own, but algorithm.adv_estimator=" in problem and "has no critic" in problem
+
+
+def test_a_reference_that_nobody_asks_is_refused() -> None:
+    config = placed(ONE, {"reference": "own"}, actor_rollout_ref__ref__model__path="teacher")
+    assert checks.check_requirements(config, frozenset({"values", "reference"})) == []
+    (problem,) = checks.check_requirements(config, frozenset({"values"}))
+    assert "trainer.placement.reference=own, but there is no reference without" in problem
 
 
 def test_where_roles_live() -> None:

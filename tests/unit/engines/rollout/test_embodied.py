@@ -15,7 +15,15 @@ from torch import Tensor
 from rlhub.config.sections.env import EnvConfig
 from rlhub.config.sections.vla import VLAConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from rlhub.engines.rollout.embodied import EpisodeRunner, EpisodeStart, PolicyCall, stage_options, starts_of, training_rows
+from rlhub.engines.rollout.embodied import (
+    EpisodeRunner,
+    EpisodeStart,
+    PolicyCall,
+    embedded,
+    stage_options,
+    starts_of,
+    training_rows,
+)
 from rlhub.envs.vector.base import ChunkResult, Obs
 from rlhub.envs.vector.lockstep import make_vector_env
 from rlhub.envs.vector.manager import EnvManagerOptions
@@ -134,13 +142,17 @@ def starts(count: int, samples: int = 2, *, fixed: bool = False) -> list[Episode
     return starts_of(columns, samples=samples, run_seed=7)
 
 
-def runner(num_envs: int = 3, stages: int = 1, vla: VLAConfig = WITH_VALUES, engine: Any = None) -> EpisodeRunner:
-    config = EnvConfig(name=NAME, num_envs=num_envs, stages=stages)
+def runner(
+    num_envs: int = 3, stages: int = 1, vla: VLAConfig = WITH_VALUES, engine: Any = None, **settings: Any
+) -> EpisodeRunner:
+    config = EnvConfig(name=NAME, num_envs=num_envs, stages=stages, **settings)
     return EpisodeRunner(engine or Engine(), config, vla, Words(), Here)  # type: ignore[arg-type]
 
 
 def facts(calls: Sequence[PolicyCall]) -> list[Any]:
-    return [replace(call, images=call.images.tolist()) for call in calls]  # type: ignore[arg-type]
+    after = [None if call.images_after is None else call.images_after.tolist() for call in calls]
+    pictures = zip(calls, after, strict=True)
+    return [replace(call, images=call.images.tolist(), images_after=last) for call, last in pictures]  # type: ignore[arg-type]
 
 
 def lengths(calls: Sequence[PolicyCall]) -> dict[tuple[int, int], int]:
@@ -252,6 +264,51 @@ def test_without_a_value_head_a_time_limit_asks_for_nothing() -> None:
     engine = Engine()
     calls = runner(vla=VLA, engine=engine).run(starts(7, samples=1, fixed=True), SAMPLING)
     assert len(engine.requests) == len(calls) and [call.next_value for call in calls if call.truncated] == [0.0] * 3
+
+
+def test_by_success_only_the_solving_call_is_rewarded_and_a_time_limit_is_an_end() -> None:
+    engine = Engine()
+    calls = runner(engine=engine, reward="success").run(starts(7, samples=1, fixed=True), SAMPLING)
+    assert len(engine.requests) == len(calls), "no value is asked for behind an end"
+    for scene in range(7):
+        own = [call for call in calls if call.start.scene == scene]
+        assert [call.reward for call in own] == [0.0] * (len(own) - 1) + [float(scene + 1 <= LIMIT)]
+        assert [call.terminated for call in own] == [False] * (len(own) - 1) + [True]
+        assert all(call.next_value == 0.0 for call in own if call.terminated)
+
+
+# --- embeddings of episodes --------------------------------------------------------------------------------------------------
+
+
+def test_an_episode_is_embedded_with_the_pictures_after_it() -> None:
+    calls = runner(num_envs=4).run(starts(5), SAMPLING)
+    films: list[Tensor] = []
+
+    def encode(episodes: Sequence[Tensor]) -> Tensor:
+        films.extend(episodes)
+        return torch.arange(1.0, len(episodes) + 1, dtype=torch.float64)[:, None].expand(-1, 3)
+
+    found = embedded(calls, encode, "scene")
+    done = [[*map(int, film[:, 0, 0, 1, 0])] for film in films]
+    assert [film[:-1] for film in done] == [[*range(0, CHUNK * (len(film) - 1), CHUNK)] for film in done]
+    assert [film[-1] for film in done] == [*lengths(calls).values()], "the last picture shows all executed actions"
+    last = [row for row, call in enumerate(calls) if call.terminated or call.truncated]
+    assert torch.equal(found["embedding"][last, 0], torch.arange(1.0, 11.0, dtype=torch.float64))
+    assert found["embedding"].any(1).sum() == len(last) == 10 and found["embedding"].dtype == torch.float64
+    assert found["task"].tolist() == [call.start.seed for call in calls]
+
+
+def test_tasks_are_scenes_or_instructions() -> None:
+    def tasks(task: str, fixed: bool = False) -> list[int]:
+        calls = runner().run(starts(4, fixed=fixed), SAMPLING)
+        assert {call.start.initial for call in calls} == (set(range(4)) if fixed else {-1})
+        found: list[int] = embedded(calls, lambda films: torch.ones(len(films), 1), task)["task"].tolist()
+        return [found[[call.start.scene for call in calls].index(scene)] for scene in range(4)]
+
+    assert tasks("scene") == [1, 4, 7, 10] and tasks("scene", fixed=True) == [0, 1, 2, 3]
+    first, second, third, fourth = tasks("instruction")
+    assert first == third != second == fourth and tasks("instruction") == [first, second, third, fourth]
+    assert all(0 <= number < 1 << 63 for number in (first, second))
 
 
 def test_the_policy_reads_the_picture_before_its_call() -> None:

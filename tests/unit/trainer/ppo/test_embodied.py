@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlhub.config.sections.env import EnvConfig
+from rlhub.config.sections.env import EnvConfig, SRPOConfig
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.errors import ConfigError
 from rlhub.protocol import DataProto
+from rlhub.rewards.srpo import SelfReference
 from rlhub.trainer.ppo.embodied import (
     EpisodeGenerator,
     EpisodeOutcomes,
@@ -128,10 +130,29 @@ class Group:
     """The rollout's ranks; run_episodes answers with fixed calls."""
 
     asked: list[DataProto] = field(default_factory=list)
+    answer: DataProto | None = None
 
-    def run_episodes(self, scenes: DataProto) -> DataProto:
-        self.asked.append(scenes)
-        return calls()
+    @property
+    def run_episodes(self) -> Answer:
+        return Answer(self)
+
+
+@dataclass
+class Answer:
+    """The method, with and without waiting."""
+
+    group: Group
+
+    def __call__(self, scenes: DataProto) -> DataProto:
+        self.group.asked.append(scenes)
+        return calls() if self.group.answer is None else self.group.answer
+
+    def submit(self, scenes: DataProto) -> Answer:
+        self.found = self(scenes)
+        return self
+
+    def get(self) -> DataProto:
+        return self.found
 
 
 def test_training_samples_and_validation_is_greedy_unless_said_otherwise() -> None:
@@ -149,6 +170,35 @@ def test_training_samples_and_validation_is_greedy_unless_said_otherwise() -> No
     assert generator.metrics(found)["rollout/success"] == 0.5
     with pytest.raises(ConfigError, match="greedy"):
         generator.greedy(scenes)
+
+
+def test_failures_are_rewarded_in_training_and_the_bank_is_saved(tmp_path: Path) -> None:
+    group = Group()
+    plain = EpisodeGenerator(group, RolloutConfig())  # type: ignore[arg-type]
+    (scenes,) = validation_scenes(EnvConfig(name="reach_color", val_scenes=5), 10)
+    plain.training(scenes)
+    assert plain.save(tmp_path) == [] and "embed" not in group.asked[-1].meta_info
+    reference = SelfReference(SRPOConfig())
+    generator = EpisodeGenerator(group, RolloutConfig(), reference=reference)  # type: ignore[arg-type]
+    group.answer = embedded_calls()
+    found = generator.training(scenes)
+    assert group.asked[-1].meta_info["embed"] and "embedding" not in found.batch.keys() and len(reference.bank.task) == 1
+    generator.validation(scenes)
+    assert "embed" not in group.asked[-1].meta_info and len(reference.bank.task) == 1
+    (entry,) = generator.save(tmp_path)
+    resumed = EpisodeGenerator(group, RolloutConfig(), reference=SelfReference(SRPOConfig()))  # type: ignore[arg-type]
+    resumed.load(tmp_path)
+    assert resumed.reference is not None and Path(entry.path).parent == tmp_path
+    assert torch.equal(resumed.reference.bank.embeddings, reference.bank.embeddings)
+    assert torch.equal(resumed.reference.bank.task, reference.bank.task)
+
+
+def embedded_calls() -> DataProto:
+    rows = calls()
+    rows.batch["call"] = torch.tensor([0, 0, 0, 1, 1])
+    rows.batch["task"] = torch.zeros(5, dtype=torch.int64)
+    rows.batch["embedding"] = torch.arange(10, dtype=torch.float64).view(5, 2)
+    return rows
 
 
 def test_a_validation_reports_the_rate_with_its_interval() -> None:

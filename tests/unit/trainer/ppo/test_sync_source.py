@@ -56,6 +56,9 @@ class FakeGenerator:
     def metrics(self, batch: DataProto) -> dict[str, float]:
         return {}
 
+    def load(self, folder: Path) -> None:
+        """It has nothing to remember."""
+
     def _rows(self, kind: str, prompts: DataProto, n: int) -> DataProto:
         ordinals = prompts.batch["ordinal"]
         self.asked.append((kind, ordinals.tolist()))
