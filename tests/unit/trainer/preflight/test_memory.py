@@ -185,7 +185,9 @@ def test_documented_commands_fit_on_80_gb() -> None:
     assert check_memory(grpo("0.5b", 8, **MEGATRON), 79.6) == []
 
 
-def test_the_checks_before_a_start_ask_for_this_machines_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checks_before_a_start_ask_for_this_machines_gpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     row = {"prompt": "1", "data_source": "exact", "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {}}
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     for name, value in {"count_gpus": 1, "torch_has_cuda": True, "driver_problem": None, "gpu_memory_gb": 79.6}.items():
@@ -193,6 +195,10 @@ def test_the_checks_before_a_start_ask_for_this_machines_gpus(monkeypatch: pytes
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     found = preflight.check_training(grpo("7b", 1, data__train_files="rows.jsonl", data__val_files="rows.jsonl"))
     assert len(found) == 2 and all(problem.startswith("GPU memory: ") for problem in found)
+    settings = {"data__train_files": "rows.jsonl", "data__val_files": "rows.jsonl", "data__train_batch_size": 8}
+    with caplog.at_level("INFO"):
+        assert preflight.check_training(grpo("0.5b", 1, **settings, actor_rollout_ref__actor__ppo_mini_batch_size=8)) == []
+    assert [text.split(": ")[1] for text in caplog.messages if text.startswith("memory")] == ["generation", "update of actor"]
     monkeypatch.setattr(preflight, "gpu_memory_gb", lambda: None)  # no nvidia-smi: nothing is known
     assert preflight.check_training(grpo("7b", 1, data__train_files="rows.jsonl", data__val_files="rows.jsonl")) == []
 
