@@ -87,6 +87,23 @@ class ModelShape:
         weights = self.num_matmul_params - (0 if head else self.vocab_size * self.hidden_size)
         return num_tokens * (2.0 * weights + attention)
 
+    def activation_bytes(self, num_tokens: float, item_bytes: int, *, checkpointing: bool) -> tuple[float, float]:
+        """Returns the bytes that a forward pass over `num_tokens` tokens keeps for its backward pass, and those that a layer's
+        backward pass adds to them; both without the head's.
+
+        A layer keeps for each token what its matrices and products read: three tensors of each norm, whose input is in float32,
+        the queries, keys, values and output of an attention kernel that keeps no scores, and four tensors of the MLP, as in
+        Korthikanti et al. (arXiv 2205.05198, section 4).  Its backward pass adds gradients of half the norms' and MLP's size.
+        item_bytes: bytes of an activation.  checkpointing: True keeps the input of each layer, and computes one layer again.
+        """
+        norms = 2 * self.hidden_size * (4 + 2 * item_bytes)
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * item_bytes
+        mlp = 4 * self.mlp_columns / self.num_layers * item_bytes
+        layer, gradients = norms + attention + mlp, norms / 2 + mlp / 2
+        if checkpointing:
+            return num_tokens * self.num_layers * self.hidden_size * item_bytes, num_tokens * (layer + gradients)
+        return num_tokens * self.num_layers * layer, num_tokens * gradients
+
 
 def read_model_values(path: str | Path, override_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Reads a local folder's config.json with the user's overrides.  Raises ConfigError if there is none, or if it is not

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from rlhub.config.devices import gpu_memory_gb
 from rlhub.config.rules.asynchronous import is_async
 from rlhub.config.rules.placement import pool_name, pools_of
 from rlhub.config.sections.ppo import PPOConfig
@@ -16,6 +17,7 @@ from rlhub.pipeline.load import SETTING, build_pipeline
 from rlhub.pipeline.nodes import DRIVER
 from rlhub.pipeline.show import to_text
 from rlhub.trainer.ppo.requirements import requirements
+from rlhub.trainer.preflight.memory import estimate_memory
 
 STEP_ROLES = {**ROLES, DRIVER: "rlhub.pipeline.builtin:StepDriver"}
 SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "int32": 4, "int64": 8, "uint8": 1, "bool": 1}
@@ -54,6 +56,7 @@ def describe(config: PPOConfig) -> str:
         ("checks", "all pass\n"),
         ("graph", plain + to_text(graph)),
         ("placement", _placement(graph, config)),
+        ("memory", _memory(config)),
         (f"bytes of a step, all rows at full length (batches by {config.trainer.batches})", _bytes(graph, config)),
     )
     return "\n".join(f"== {title}\n{text}" for title, text in parts)
@@ -83,6 +86,12 @@ def _placement(graph: TaskGraph, config: PPOConfig) -> str:
         place = "this process" if role == DRIVER else f"pool {pool}, {_plural(pools[pool].ranks, 'rank')}"
         lines.append(f"{role:<12}{place}: {', '.join(node.name for node in graph.nodes if node.on == role)}\n")
     return "".join(lines)
+
+
+def _memory(config: PPOConfig) -> str:
+    """Returns one line a moment of each pool with what a GPU, or on CPU a process, holds."""
+    device_gb = gpu_memory_gb() if config.trainer.device == "cuda" else None
+    return "".join(f"{line}\n" for line in estimate_memory(config, device_gb)) or "the sizes of the models are not known here\n"
 
 
 def _bytes(graph: TaskGraph, config: PPOConfig) -> str:

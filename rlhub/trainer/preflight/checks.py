@@ -49,7 +49,7 @@ from rlhub.tracking.recorder import TRACKERS, login_problems, package_problems
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.trainer.ppo.plan import step_graph
 from rlhub.trainer.ppo.requirements import check_group_metric
-from rlhub.trainer.preflight.memory import check_memory
+from rlhub.trainer.preflight.memory import check_memory, estimate_memory, warn_of_memory
 from rlhub.trainer.preflight.model_folders import HUB_NAME, check_length, read_shape
 from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine, check_weights_reach
 
@@ -457,7 +457,13 @@ def _starts_cluster_here(trainer: TrainerConfig) -> bool:
 def _memory_problems(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
     """Returns the problems of models and caches that exceed the memory of this machine's GPUs."""
     device_gb = gpu_memory_gb() if _uses_gpus_here(config.trainer) else None
-    return [] if device_gb is None else check_memory(config, device_gb)
+    if device_gb is None or (problems := check_memory(config, device_gb)):
+        return [] if device_gb is None else problems
+    for line in estimate_memory(config, device_gb):
+        logger.info(line)
+    for sentence in warn_of_memory(config, device_gb):
+        logger.warning(sentence)
+    return []
 
 
 def check_folders(trainer: TrainerConfig) -> list[str]:

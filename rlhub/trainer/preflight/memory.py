@@ -1,17 +1,16 @@
 """Compares what a run keeps on a GPU with the GPU's memory, by arithmetic, before any process starts.
 
-It counts a lower bound: parameters, gradients and optimizer states of the models that share a GPU, and the share of memory that a
-rollout engine takes, or its weights where it takes what it needs.  Activations and the libraries' own memory come on top, so
-that a run which passes may still not fit.
+What surely exceeds the GPU is refused: parameters, gradients and optimizer states of the models that share it, and the share of
+memory that a rollout engine takes, or its weights where it takes what it needs.  The activations of the largest pass come on
+top; rows are often shorter than the longest, so that a pass that would not fit is a warning.  The libraries' own memory, about
+1 GiB, is left out.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhub.config.rules import asynchronous, placement
@@ -21,50 +20,44 @@ from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.sft import SFTConfig
-from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Section
+from rlhub.config.sections.training import MegatronConfig, ModelConfig
 from rlhub.engines.rollout.registry import memory_share
 from rlhub.errors import ConfigError
-from rlhub.models.shape import count_params
+from rlhub.models.shape import count_params, read_model_shape
 from rlhub.trainer.ppo.requirements import requirements
+from rlhub.trainer.preflight.model_bytes import Bytes, Pass, at_rest, bytes_of, gathered_bytes, largest_pass, pass_bytes
 
+Config = PPOConfig | SFTConfig | DPOConfig | RMConfig
 GIB = float(1 << 30)
-ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
-ENGINE_BYTES = {"float32": 4}
-"""Bytes of a weight in a rollout engine, for the dtypes where they are not 2."""
 _ROLLOUT = "actor_rollout_ref.rollout"
-
-
-@dataclass(slots=True, kw_only=True)
-class Bytes:
-    """Bytes of a model on one rank.  states: moments, and master weights where the model computes in half precision."""
-
-    params: float
-    grads: float = 0.0
-    states: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
 class DeviceModel:
     """A model that shares a rank's GPU.
 
-    key: key of its section; whole: its bytes while it trains; on_gpu: the bytes that stay on the GPU while others compute;
-    trained: the run updates it.
+    role: its name for the user; key: key of its section; whole: its bytes while it trains; on_gpu: the bytes that stay on the GPU
+    while others compute; trained: the run updates it; update: the largest pass of its update, and the bytes that the pass adds.
     """
 
+    role: str
     key: str
     whole: Bytes
     on_gpu: Bytes
     trained: bool
+    update: tuple[Pass, float] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Share:
     """The part of a GPU's memory that a rollout engine takes.
 
-    key: key of the setting that decides it; share: fraction of the memory, 0 where the engine takes what it needs; weights: bytes
-    of its weights on a GPU, 0 where the model's size is not known; always: it keeps the memory while models train.
+    name: the engine's; key: key of the setting that decides it; share: fraction of the memory, 0 where the engine takes what it
+    needs; weights: bytes of its weights on a GPU, 0 where the model's size is not known; always: it keeps the memory while models
+    train.
     """
 
+    name: str
     key: str
     share: float
     weights: float
@@ -75,57 +68,106 @@ class Share:
         return self.share * device if self.share else self.weights
 
 
-@functools.singledispatch
-def bytes_of(section: Section, num_params: int, num_ranks: int, trained: bool) -> Bytes:
-    """Returns a lower bound of a rank's bytes for a model of `num_params` parameters under a training engine's section."""
-    raise TypeError(f"no section of a training engine: {type(section).__name__}")
+@dataclass(slots=True, kw_only=True)
+class Tenants:
+    """The models and engines that share each GPU of a pool.  gpus_key: setting of the pool's GPUs."""
+
+    gpus_key: str
+    models: list[DeviceModel]
+    shares: list[Share]
 
 
-@bytes_of.register
-def _(section: FSDPConfig, num_params: int, num_ranks: int, trained: bool) -> Bytes:
-    """Returns `bytes_of` for FSDP2: parameters, gradients and two moments are sharded alike and have one dtype."""
-    own = num_params / (num_ranks if section.fsdp_size == -1 else section.fsdp_size) * ITEM_BYTES[section.model_dtype]
-    return Bytes(params=own, grads=own, states=2 * own) if trained else Bytes(params=own)
-
-
-@bytes_of.register
-def _(section: MegatronConfig, num_params: int, num_ranks: int, trained: bool) -> Bytes:
-    """Returns `bytes_of` for Megatron: float32 gradients, two float32 moments, and float32 masters of bfloat16 weights."""
-    pieces = section.tensor_model_parallel_size * section.pipeline_model_parallel_size * section.expert_model_parallel_size
-    own, item = num_params / pieces, ITEM_BYTES[section.model_dtype or "bf16"]
-    stepped = num_params / num_ranks if section.use_distributed_optimizer else own
-    if not trained:
-        return Bytes(params=own * item)
-    return Bytes(params=own * item, grads=own * 4, states=stepped * (12 if item == 2 else 8))
-
-
-def at_rest(section: Section, held: Bytes) -> Bytes:
-    """Returns the bytes that stay on the GPU while others compute: FSDP frees its gradients, Megatron keeps their buffers."""
-    grads_stay = isinstance(section, MegatronConfig) and not section.grad_offload
-    return Bytes(
-        params=0.0 if section.param_offload else held.params,
-        grads=held.grads if grads_stay else 0.0,
-        states=0.0 if section.optimizer_offload else held.states,
-    )
-
-
-def check_memory(config: PPOConfig | SFTConfig | DPOConfig | RMConfig, device_gb: float) -> list[str]:
-    """Returns the problems of what exceeds GPUs of `device_gb` GiB.
+def check_memory(config: Config, device_gb: float) -> list[str]:
+    """Returns the problems of what surely exceeds GPUs of `device_gb` GiB.
 
     config: a derived configuration without other problems.
     """
-    pools: dict[str, list[DeviceModel]] = {}
-    for engine, trained in _models(config):
-        scores = engine.role in ("critic", "reward_model") or isinstance(config, RMConfig)
-        tenant = _tenant(engine, trained, role_ranks(config.trainer, engine.role).count, language_model=not scores)
-        if tenant is not None:
-            pools.setdefault(placement.pool_name(config.trainer, engine.role), []).append(tenant)
-    shares = _shares(config) if isinstance(config, PPOConfig) else {}
-    found = [problem for share in itertools.chain(*shares.values()) for problem in _check_share(share, device_gb * GIB)]
-    for pool in dict.fromkeys([*pools, *shares]):
-        where = "trainer" if pool == placement.MAIN else f"trainer.pools.{pool}"
-        found += _check_pool(pools.get(pool, []), shares.get(pool, []), device_gb * GIB, f"{where}.n_gpus_per_node")
+    pools = list(tenants_of(config).values())
+    found = [problem for pool in pools for share in pool.shares for problem in _check_share(share, device_gb * GIB)]
+    for pool in pools:
+        found += _check_pool(pool.models, pool.shares, device_gb * GIB, pool.gpus_key)
     return found
+
+
+def estimate_memory(config: Config, device_gb: float | None) -> list[str]:
+    """Returns a line for each moment of each pool: what a GPU, or on CPU a process, holds then.
+
+    device_gb: GiB of a GPU; None: not known, or the run is on CPU.
+    """
+    whole = f" of {device_gb:.1f}" if device_gb else " of a GPU" if config.trainer.device == "cuda" else " in a process"
+    lines = []
+    for name, pool in tenants_of(config).items():
+        where = "" if name == placement.MAIN else f" on pool {name}"
+        moments = [("generation", None)] if pool.shares else []
+        for moment, model in [*moments, *((f"update of {model.role}", model) for model in pool.models if model.trained)]:
+            terms, total = _terms(pool, model, device_gb)
+            result = f" = {total / GIB:.1f} GiB" if len(terms) > 1 else ""
+            lines.append(f"memory estimate: {moment}{where}: {' + '.join(terms)}{result}{whole}")
+    return lines
+
+
+def warn_of_memory(config: Config, device_gb: float) -> list[str]:
+    """Returns a sentence for each update whose largest pass would exceed the GPU, though all that surely is there fits."""
+    found = []
+    for pool in tenants_of(config).values():
+        for model in pool.models:
+            terms, total = _terms(pool, model, device_gb)
+            if model.update and total > device_gb * GIB:
+                cures = [
+                    *model.update[0].cures,
+                    *(cure for other in pool.models if other is not model for cure in _offloads(other)),
+                ]
+                found.append(
+                    f"GPU memory: an update of {model.role} with rows of full length needs {' + '.join(terms)} = "
+                    f"{total / GIB:.1f} GiB, more than {device_gb:.1f}; if it runs out of memory, change {_either(cures)}"
+                )
+    return found
+
+
+def tenants_of(config: Config) -> dict[str, Tenants]:
+    """Returns the models and engines of each pool, with the bytes that each has on one GPU."""
+    models: dict[str, list[DeviceModel]] = {}
+    for engine, trained in _models(config):
+        tenant = _tenant(config, engine, trained)
+        if tenant is not None:
+            models.setdefault(placement.pool_name(config.trainer, engine.role), []).append(tenant)
+    shares = _shares(config) if isinstance(config, PPOConfig) else {}
+    return {
+        pool: Tenants(
+            gpus_key=f"{'trainer' if pool == placement.MAIN else f'trainer.pools.{pool}'}.n_gpus_per_node",
+            models=models.get(pool, []),
+            shares=shares.get(pool, []),
+        )
+        for pool in dict.fromkeys([*models, *shares])
+    }
+
+
+def _moment(model: DeviceModel) -> tuple[Bytes, float]:
+    """Returns what a model has on the GPU at the largest moment of its update, and the bytes of a pass that is there then.
+    States that are offloaded come for the step, when no pass is there."""
+    added = model.update[1] if model.update else 0.0
+    if model.on_gpu.states or not model.whole.states:
+        return model.whole, added
+    return (replace(model.whole, states=0.0), added) if added > model.whole.states else (model.whole, 0.0)
+
+
+def _terms(pool: Tenants, updated: DeviceModel | None, device_gb: float | None) -> tuple[list[str], float]:
+    """Returns what is on a GPU while a model is updated (None: while engines generate), each with its GiB, and the sum in
+    bytes."""
+    terms, total = [], 0.0
+    for model in pool.models:
+        held, added = _moment(model) if model is updated else (model.on_gpu, 0.0)
+        parts = _parts(held)
+        if added and model.update:
+            parts.append(f"{added / GIB:.1f} a pass of {model.update[0].num_tokens:,} tokens")
+        size = _total(held) + added
+        total += size
+        terms += [f"{model.role} {size / GIB:.1f} GiB ({' + '.join(parts)})"] if size else []
+    for share in pool.shares if updated is None else [share for share in pool.shares if share.always]:
+        size = share.bytes((device_gb or 0.0) * GIB)
+        total += size
+        terms.append(f"{share.name} {size / GIB:.1f} GiB" if size or not share.share else f"{share.name} {share.share} of all")
+    return terms, total
 
 
 def _models(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[tuple[Engine, bool]]:
@@ -149,14 +191,37 @@ def _num_params(model: ModelConfig, *, language_model: bool = True) -> int | Non
         return None
 
 
-def _tenant(engine: Engine, trained: bool, num_ranks: int, *, language_model: bool) -> DeviceModel | None:
+def _tenant(config: Config, engine: Engine, trained: bool) -> DeviceModel | None:
     """Returns the engine's model as a tenant of its GPUs, or None where the size of the model is not known."""
-    model = engine.role_model.model
-    num_params = _num_params(model, language_model=language_model)
+    model, num_ranks = engine.role_model.model, role_ranks(config.trainer, engine.role).count
+    head = engine.role not in ("critic", "reward_model") and not isinstance(config, RMConfig)
+    num_params = _num_params(model, language_model=head)
     if num_params is None:
         return None
     held = bytes_of(engine.section, num_params, num_ranks, trained and model.lora_rank == 0)
-    return DeviceModel(key=engine.key, whole=held, on_gpu=at_rest(engine.section, held), trained=trained)
+    return DeviceModel(
+        role=engine.role,
+        key=engine.key,
+        whole=held,
+        on_gpu=at_rest(engine.section, held),
+        trained=trained,
+        update=_update(config, engine, num_params, num_ranks, head=head) if trained and not model.vla else None,
+    )
+
+
+def _update(config: Config, engine: Engine, num_params: int, num_ranks: int, *, head: bool) -> tuple[Pass, float]:
+    """Returns the largest pass of a model's update, and its bytes.  head: the model has a vocabulary."""
+    model, section, device = engine.role_model.model, engine.section, config.trainer.device
+    shape = read_model_shape(Path(model.path or "").expanduser(), model.override_config)
+    one_copy, num_shards = 1, num_ranks
+    if isinstance(section, MegatronConfig):
+        one_copy = section.tensor_model_parallel_size * section.pipeline_model_parallel_size * section.context_model_parallel_size
+    elif section.fsdp_size != -1:
+        num_shards = section.fsdp_size
+    update = largest_pass(config, engine, max(num_ranks // one_copy, 1))
+    size = pass_bytes(engine, shape, update.num_tokens, device=device, head=head)
+    size += gathered_bytes(section, shape, num_params, num_shards, device, trained=model.lora_rank == 0)
+    return update, size
 
 
 def _shares(config: PPOConfig) -> dict[str, list[Share]]:
@@ -165,13 +230,19 @@ def _shares(config: PPOConfig) -> dict[str, list[Share]]:
     rollout, judge, trainer = config.actor_rollout_ref.rollout, config.reward_model.judge, config.trainer
     if not trainer.replay_from and not asynchronous.is_collected(config):
         always = asynchronous.is_async(config) or not rollout.free_cache_engine
-        size = ENGINE_BYTES.get(rollout.dtype, 2)
+        size = 4 if rollout.dtype == "float32" or (rollout.dtype, trainer.device) == ("auto", "cpu") else 2
         share = _share_of(rollout.name, rollout, _ROLLOUT, config.actor_rollout_ref.model, size, always=always)
         found.setdefault(placement.pool_name(trainer, "rollout"), []).extend(share)
     if judge.model.path:
         share = _share_of(judge.name or rollout.name, judge, "reward_model.judge", judge.model.as_model(), 2, always=True)
         found.setdefault(placement.pool_name(trainer, "judge"), []).extend(share)
-    return found
+    return found if trainer.device == "cuda" else {pool: [_on_cpu(share, rollout) for share in found[pool]] for pool in found}
+
+
+def _on_cpu(share: Share, rollout: RolloutConfig) -> Share:
+    """Returns what the engine has in host memory, where it reads no share: its weights, and the cache where its size is set."""
+    cache = (rollout.kv_cache_gb or 0.0) * GIB if share.share and share.key.startswith(_ROLLOUT) else 0.0
+    return replace(share, share=0.0, weights=share.weights + cache, always=True)
 
 
 def _share_of(
@@ -183,8 +254,8 @@ def _share_of(
         return []
     weights = (_num_params(model) or 0) * item_bytes / section.tensor_model_parallel_size
     if taken:
-        return [Share(key=f"{key}.gpu_memory_utilization", share=taken, weights=weights, always=always)]
-    return [Share(key=f"{key}.name", share=0.0, weights=weights, always=True)]
+        return [Share(name=name, key=f"{key}.gpu_memory_utilization", share=taken, weights=weights, always=always)]
+    return [Share(name=name, key=f"{key}.name", share=0.0, weights=weights, always=True)]
 
 
 def _check_share(share: Share, device: float) -> list[str]:
@@ -246,9 +317,12 @@ def _sentence(
 
 
 def _term(key: str, held: Bytes) -> str:
+    return f"{_total(held) / GIB:.1f} GiB of {key} ({' + '.join(_parts(held))})"
+
+
+def _parts(held: Bytes) -> list[str]:
     named = {"parameters": held.params, "gradients": held.grads, "optimizer states": held.states}
-    parts = " + ".join(f"{size / GIB:.1f} {name}" for name, size in named.items() if size)
-    return f"{_total(held) / GIB:.1f} GiB of {key} ({parts})"
+    return [f"{size / GIB:.1f} {name}" for name, size in named.items() if size]
 
 
 def _share(share: Share, device: float) -> str:

@@ -19,7 +19,7 @@ from rlhub.engines.training.collectives import check_finite
 from rlhub.engines.training.updates import PolicyUpdater, count_denominators, sft_loss, take_steps
 from rlhub.models.shape import count_params
 from rlhub.models.throughput import ThroughputMeter
-from rlhub.trainer.preflight.memory import bytes_of
+from rlhub.trainer.preflight.model_bytes import bytes_of
 from scripts.gpu.baselines import BareModel
 from scripts.gpu.engines import train_engine
 from scripts.gpu.measure import (

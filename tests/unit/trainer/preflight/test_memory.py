@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from rlhub.config.rules.derive import derive
+from rlhub.config.rules.engines import engines
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.preference import DPOConfig
 from rlhub.config.sections.sft import SFTConfig
-from rlhub.models.shape import count_params
+from rlhub.models.shape import count_params, read_model_shape
 from rlhub.trainer.preflight import checks as preflight
-from rlhub.trainer.preflight import memory as memory_checks
-from rlhub.trainer.preflight.memory import check_memory
+from rlhub.trainer.preflight import model_bytes
+from rlhub.trainer.preflight.memory import check_memory, estimate_memory, warn_of_memory
 from tests.support.model_shapes import NUM_PARAMS, SHAPES, save_shape
 
 MODELS = {"0.5b": "Qwen2.5-0.5B", "7b": "Qwen2.5-7B", "32b": "Qwen2.5-32B", "moe": "Qwen3-30B-A3B"}
@@ -125,9 +126,9 @@ def test_roles_of_one_process_add_up() -> None:
 def test_bytes_of_a_parameter_under_megatron(megatron: dict[str, Any], ranks: int, sizes: tuple[float, float, float]) -> None:
     values = {f"actor_rollout_ref__actor__megatron__{name}": value for name, value in megatron.items()}
     section = grpo("7b", ranks, **MEGATRON, **values).actor_rollout_ref.actor.section
-    held = memory_checks.bytes_of(section, 1000, ranks, True)
+    held = model_bytes.bytes_of(section, 1000, ranks, True)
     assert (held.params, held.grads, held.states) == pytest.approx(tuple(1000 * size for size in sizes))
-    assert memory_checks.at_rest(section, held) == held
+    assert model_bytes.at_rest(section, held) == held
 
 
 def test_adapters_have_next_to_no_states() -> None:
@@ -184,7 +185,9 @@ def test_documented_commands_fit_on_80_gb() -> None:
     assert check_memory(grpo("0.5b", 8, **MEGATRON), 79.6) == []
 
 
-def test_the_checks_before_a_start_ask_for_this_machines_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checks_before_a_start_ask_for_this_machines_gpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     row = {"prompt": "1", "data_source": "exact", "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {}}
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     for name, value in {"count_gpus": 1, "torch_has_cuda": True, "driver_problem": None, "gpu_memory_gb": 79.6}.items():
@@ -192,5 +195,99 @@ def test_the_checks_before_a_start_ask_for_this_machines_gpus(monkeypatch: pytes
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     found = preflight.check_training(grpo("7b", 1, data__train_files="rows.jsonl", data__val_files="rows.jsonl"))
     assert len(found) == 2 and all(problem.startswith("GPU memory: ") for problem in found)
+    settings = {"data__train_files": "rows.jsonl", "data__val_files": "rows.jsonl", "data__train_batch_size": 8}
+    with caplog.at_level("INFO"):
+        assert preflight.check_training(grpo("0.5b", 1, **settings, actor_rollout_ref__actor__ppo_mini_batch_size=8)) == []
+    assert [text.split(": ")[1] for text in caplog.messages if text.startswith("memory")] == ["generation", "update of actor"]
     monkeypatch.setattr(preflight, "gpu_memory_gb", lambda: None)  # no nvidia-smi: nothing is known
     assert preflight.check_training(grpo("7b", 1, data__train_files="rows.jsonl", data__val_files="rows.jsonl")) == []
+
+
+# --- the estimate of each moment ---------------------------------------------------------------------------------------------
+
+
+def test_the_constants_of_the_engines_are_theirs() -> None:
+    """The estimate loads no torch, so it has copies."""
+    from rlhub.engines.training.fsdp import engine, logprob
+
+    assert model_bytes.LOGITS == logprob.CHUNK_ELEMENTS
+    assert model_bytes.WHOLE_GRADIENT_BYTES == engine.UNSHARDED_GRAD_BYTES
+
+
+def test_a_line_for_each_moment_of_each_pool() -> None:
+    size = B7 * 4 / 4 / GIB
+    generation, update = estimate_memory(grpo("7b", 4), 79.6)
+    assert generation.startswith(
+        f"memory estimate: generation: actor {3 * size:.1f} GiB ({size:.1f} parameters + {2 * size:.1f} "
+    )
+    assert generation.endswith(f"optimizer states) + vllm 39.8 GiB = {3 * size + 39.8:.1f} GiB of 79.6")
+    assert update.startswith("memory estimate: update of actor: actor ") and "a pass of 16,384 tokens) of 79.6" in update
+    own = {"trainer__pools": {"gen": {"n_gpus_per_node": 2}}, "trainer__placement": {"rollout": "gen"}}
+    lines = estimate_memory(grpo("7b", 4, **own, algorithm__adv_estimator="gae"), None)
+    assert [line.split(": ")[1] for line in lines] == ["update of actor", "update of critic", "generation on pool gen"]
+    assert "critic " in lines[0] and lines[2].endswith("vllm 0.5 of all of a GPU")
+    (line,) = estimate_memory(configured(SFTConfig, "7b", 2), 79.6)
+    assert line.startswith("memory estimate: update of model: model ") and "vllm" not in line
+
+
+def test_bytes_of_a_pass() -> None:
+    """In half precision a layer keeps 8 hidden sizes of norms, 2 of queries and outputs, 2 of keys and values, 4 of the MLP."""
+    config = grpo("7b", 8)
+    (engine, *_) = engines(config)
+    shape = read_model_shape("7b")
+    layer = 2 * (8 * 3584 + 2 * 3584 + 2 * 4 * 128 + 4 * 18944)
+    gradients = 2 * (4 * 3584 + 2 * 18944)
+    chunk = 2 * (1 << 27) * 4 + 152064 * 3584 * (4 + 2)
+    found = {}
+    for checkpointing in (True, False):
+        config.actor_rollout_ref.model.enable_gradient_checkpointing = checkpointing
+        found[checkpointing] = [model_bytes.pass_bytes(engine, shape, 16384, device="cuda", head=head) for head in (False, True)]
+    kept = 16384 * 28 * 2 * 3584
+    assert found[True] == pytest.approx([kept + 16384 * (layer + gradients), kept + max(16384 * (layer + gradients), chunk)])
+    assert found[False] == pytest.approx([16384 * (28 * layer + gradients), 16384 * 28 * layer + chunk])
+
+
+@pytest.mark.parametrize(
+    ("values", "tokens"),
+    [
+        ({}, 16384),
+        ({"actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 8192}, 8192),
+        ({"actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 2}, 2 * (512 + 512)),
+        ({"actor_rollout_ref__actor__ppo_mini_batch_size": 1, "data__max_prompt_length": 24}, 2 * (24 + 512)),
+    ],
+)
+def test_tokens_of_the_largest_pass(values: dict[str, Any], tokens: int) -> None:
+    """The limit, or what a rank has of a small mini-batch: 8 samples over 4 ranks."""
+    defaults = {"data__max_prompt_length": 512, "data__max_response_length": 512}
+    config = grpo("7b", 4, **(defaults | values))
+    assert model_bytes.largest_pass(config, engines(config)[0], 4).num_tokens == tokens
+    assert f"a pass of {tokens:,} tokens" in estimate_memory(config, 79.6)[1]
+
+
+def test_a_pass_that_would_not_fit_is_a_warning_with_what_helps() -> None:
+    """Rows may be shorter, so it is no refusal; what is named helps."""
+    more = {"actor_rollout_ref__model__enable_gradient_checkpointing": False}
+    assert check_memory(grpo("7b", 4, **more), 79.6) == []
+    (sentence,) = warn_of_memory(grpo("7b", 4, **more), 79.6)
+    limit, checkpointing = f"{_A}.ppo_max_token_len_per_gpu (less)", "actor_rollout_ref.model.enable_gradient_checkpointing=true"
+    assert "an update of actor with rows of full length needs actor" in sentence and sentence.endswith(
+        f"{limit} or {checkpointing}"
+    )
+    assert warn_of_memory(grpo("7b", 4), 79.6) == []
+    assert warn_of_memory(grpo("7b", 4, **more, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=4096), 79.6) == []
+
+
+def test_states_that_are_offloaded_come_when_no_pass_is_there() -> None:
+    """The larger of both counts: 28.4 GiB of states with two GPUs, and with a longer pass the activations."""
+    offloaded = {f"{FSDP}optimizer_offload": True}
+    line = estimate_memory(grpo("7b", 2, **offloaded), 79.6)[1]
+    assert "optimizer states" in line and "a pass" not in line
+    line = estimate_memory(grpo("7b", 2, **offloaded, actor_rollout_ref__model__enable_gradient_checkpointing=False), 79.6)[1]
+    assert "optimizer states" not in line and "a pass" in line
+
+
+def test_on_cpu_a_process_has_the_engines_weights_and_cache() -> None:
+    config = grpo("0.5b", 1, trainer__device="cpu", **{f"{ROLLOUT}kv_cache_gb": 3.0})
+    size = count_params("0.5b") * 4 / GIB
+    generation, update = estimate_memory(config, None)
+    assert generation.endswith(f"+ vllm {size + 3:.1f} GiB = {4 * size + 3:.1f} GiB in a process") and "vllm" in update
