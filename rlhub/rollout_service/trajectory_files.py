@@ -28,7 +28,7 @@ import numpy as np
 from rlhub.agents.trajectory import Row, Sampled, Trajectory, TrajectoryRef, rows_of, with_rows
 from rlhub.errors import DataError, DeadlineError
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, StalePolicy, mask_older
-from rlhub.rollout_service.trajectory_rows import Folder, Place, pack
+from rlhub.rollout_service.trajectory_rows import Folder, RowPlace, pack
 
 FORMAT = 2
 ROWS = ".rows"
@@ -96,7 +96,7 @@ def _stored(row: Row, rows: bytearray) -> TrajectoryRef:
         raise ValueError(f"the tokens of row {row.key} are in process {row.home}; read them first")
     data, start = pack(row), len(rows)
     rows += data
-    return TrajectoryRef.of(row, "", Place(start, len(rows), zlib.crc32(data)).key)
+    return TrajectoryRef.of(row, "", RowPlace(start, len(rows), zlib.crc32(data)).key)
 
 
 def decode(state: Mapping[str, Any], ordinal: int, home: str) -> Group:

@@ -72,7 +72,7 @@ class Folder:
         return [str(path).rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """The place of a row in its file, bytes [start, stop), and the CRC-32 of these."""
 
     start: int
@@ -131,7 +131,7 @@ class CollectedRows:
     def read(self) -> DataProto:
         """Reads the rows.  Raises DataError for a file that is damaged or cannot be read here, WorkflowError for tokens outside
         of the vocabulary."""
-        places = [Place.of(key) for key in self.request.keys]
+        places = [RowPlace.of(key) for key in self.request.keys]
         try:
             rows = [unpack(data) for data in self._bytes(places)]
         except OSError as error:
@@ -143,7 +143,7 @@ class CollectedRows:
             check_columns(f"{self.name}, bytes {place.start} to {place.stop}", columns, self.vocab_size)
         return joined_rows(rows, self.request)
 
-    def _bytes(self, places: Sequence[Place]) -> Iterator[bytes]:
+    def _bytes(self, places: Sequence[RowPlace]) -> Iterator[bytes]:
         """Yields the bytes of each row; rows side by side are read as one span."""
         spans: list[tuple[int, int]] = []
         for place in places:
