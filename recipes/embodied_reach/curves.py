@@ -182,14 +182,8 @@ def table(found: Found) -> tuple[str, bool]:
             ", ".join(f"{share:.3f}" for share in column)
             for column in zip(*((curve.other_color, curve.blindfolded) for curve in curves), strict=True)
         )
-        cells = (
-            name,
-            ends,
-            f"{speed(curves):.3f}" if max(curves[0].success) else "",
-            *misled,
-            case.asked,
-            "yes" if verdicts[-1] else "NO",
-        )
+        mean = f"{speed(curves):.3f}" if max(curves[0].success) else ""
+        cells = (name, ends, mean, *misled, case.asked, "yes" if verdicts[-1] else "NO")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines), all(verdicts)
 
