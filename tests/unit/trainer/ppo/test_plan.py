@@ -206,4 +206,7 @@ def test_a_dry_run_counts_rows_and_bytes() -> None:
 def test_settings_are_shown() -> None:
     config = sound()
     derive(config)
+    memory = describe(config).split("== memory\n")[1].split("\n\n")[0].splitlines()
+    assert [line.split(": ")[1] for line in memory] == ["generation", "update of actor", "update of critic"]
+    assert all(line.endswith(" in a process") for line in memory)
     assert "model       model\n" in describe(config) and json.dumps("all pass")[1:-1] in describe(config)
