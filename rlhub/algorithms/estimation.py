@@ -11,7 +11,8 @@ batch, equal in every process.  Columns that are read:
 - one number a row: sample_index, uid, valid (bool), scores, finish_reason, response_length, mini_batch, and prompt_length or
   instead attention_mask (rows, prompt + response);
 - (rows, response): response_mask, and token_level_scores where rewards stand on other tokens than the last that the model wrote;
-  where tools gave rewards added_rewards, and configured_scores, one number a row, the scores without them;
+  instead given_rewards where a workflow gave them; where tools gave rewards added_rewards, and configured_scores, one number a
+  row, the scores without them;
 - where the estimator requires them or the settings read them: values, old_log_probs, ref_log_prob, rollout_log_probs,
   sum_pi_squared, baseline_rewards, reward/<name>, policy_version; one number a row: episode, call, terminated, next_values;
 - where samples may have several rows: episode_id, one number a row, equal for the trajectories of an episode.
@@ -150,9 +151,10 @@ def token_rewards(
     """Returns the rewards (rows, response), less kl_coef times the KL to the reference and whitened where the settings say so,
     and the metrics of the KL.  A row's one score stands on the last token that the model wrote; rewards of tools come on top."""
     mask = columns["response_mask"]
-    if "token_level_scores" in columns:  # as wide as the whole batch where the driver has made them
-        refuse_lost_rewards(columns["token_level_scores"], scored, gather)
-        rewards = columns["token_level_scores"][:, : mask.shape[1]]
+    own = columns.get("token_level_scores", columns.get("given_rewards"))
+    if own is not None:  # as wide as the whole batch where the driver has made them
+        refuse_lost_rewards(own, scored, gather)
+        rewards = own[:, : mask.shape[1]]
     else:
         rewards = on_last_token(columns.get("configured_scores", columns["scores"]), mask)
     if "added_rewards" in columns:

@@ -12,7 +12,7 @@ lower right.  On CUDA with half precision the variable-length kernel, which alig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -93,18 +93,15 @@ def plan_prefix_attention(chains: Sequence[Tensor], shared: Sequence[int], devic
     shared: the tokens at the start of each chain that rows before it have.
     """
     own = [len(chain) - prefix for chain, prefix in zip(chains, shared, strict=True)]
-    batches, queries, keys = [], [], []
-    restore, count = torch.empty(sum(own), dtype=torch.int64), 0
-    for rows in batch_rows(own, shared):
-        batch = _batch([shared[row] for row in rows], [own[row] for row in rows], device)
-        columns = torch.arange(batch.prefix + batch.own)
+    groups = batch_rows(own, shared)
+    batches = [_batch([shared[row] for row in rows], [own[row] for row in rows], device) for rows in groups]
+    keys, queries, restore, count = [], [], torch.empty(sum(own), dtype=torch.int64), 0
+    for batch, rows in zip(batches, groups, strict=True):
         for row in rows:
-            place = (columns - (batch.prefix - shared[row])).clamp(0, len(chains[row]) - 1)
-            keys.append(chains[row][place])
-            queries.append(keys[-1][batch.prefix :])
+            keys.append(_padded(chains[row], batch, shared[row]))
             restore[chains[row][shared[row] :]] = torch.arange(count, count + own[row])
+            queries.append(keys[-1][batch.prefix :])
             count += batch.own
-        batches.append(batch)
     lengths = [len(chain) for chain in chains]
     return PrefixPlan(
         batches=batches,
@@ -116,6 +113,12 @@ def plan_prefix_attention(chains: Sequence[Tensor], shared: Sequence[int], devic
         key_bounds=_bounds(lengths, device),
         longest=(max(own), max(lengths)),
     )
+
+
+def _padded(chain: Tensor, batch: Batch, shared: int) -> Tensor:
+    """Returns the tokens at the places of a row in its batch; at padding they are its first or its last."""
+    places = torch.arange(batch.prefix + batch.own) - (batch.prefix - shared)
+    return chain[places.clamp(0, len(chain) - 1)]
 
 
 def _batch(prefixes: list[int], own: list[int], device: torch.device) -> Batch:
@@ -180,9 +183,19 @@ def prefix_attention(
         before it.
     Raises EngineError where the model does not pass the plan, or asks for what rows that share tokens cannot have.
     """
-    if packing is None or packing.num_tokens != query.shape[2]:
+    plan = _checked(packing, query.shape[2], others)
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    window: int | None = others.get("sliding_window")
+    if window is not None and window >= plan.longest[1]:
+        window = None
+    return attend_prefixes(query, key, value, plan, scaling=scaling, window=window)[None], None
+
+
+def _checked(packing: PrefixPlan | None, num_tokens: int, others: Mapping[str, Any]) -> PrefixPlan:
+    """Returns the plan.  Raises the errors of `prefix_attention`."""
+    if packing is None or packing.num_tokens != num_tokens:
         raise EngineError(
-            f"prefix attention was given no plan for its {query.shape[2]} tokens: this model does not pass attention arguments "
+            f"prefix attention was given no plan for its {num_tokens} tokens: this model does not pass attention arguments "
             "through; set actor.prefix_packing=false"
         )
     if asked := [name for name in REFUSED if isinstance(found := others.get(name), Tensor) or found]:
@@ -190,11 +203,7 @@ def prefix_attention(
             f"the model's attention asks for {', '.join(asked)}, which prefix attention does not compute; "
             "set actor.prefix_packing=false"
         )
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    window: int | None = others.get("sliding_window")
-    if window is not None and window >= packing.longest[1]:
-        window = None
-    return attend_prefixes(query, key, value, packing, scaling=scaling, window=window)[None], None
+    return packing
 
 
 def attend_prefixes(

@@ -127,6 +127,7 @@ attention_mask      int64(rows sequence)     sample               1 on the token
 response_mask       bool(rows response)      sample               the tokens of the response that the model wrote
 rollout_log_probs   float32(rows response)   sample               log-probs of the sampled tokens by the rollout engine
 policy_version      int32(rows response)     sample               the version of the policy that wrote each token
+given_rewards       float32(rows response)   sample               the rewards that the workflow gave, each on its token
 added_rewards       float32(rows response)   sample               the rewards that tools gave, each on its token
 token_level_scores  float32(rows response)   score                the reward on the token that earned it, usually the last
 old_log_probs       float32(rows response)   compute_log_prob     log-probs by the policy before the update

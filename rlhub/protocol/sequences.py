@@ -21,7 +21,7 @@ PER_TOKEN = frozenset(
     {
         *(*MASKS, *VERSIONS),
         *("rollout_log_probs", "old_log_probs", "ref_log_prob", "sum_pi_squared", "values", "importance_weights"),
-        *("token_level_scores", "token_level_rewards", "added_rewards", "advantages", "returns"),
+        *("token_level_scores", "token_level_rewards", "given_rewards", "added_rewards", "advantages", "returns"),
     }
 )
 """The columns with one value for each token of the response, which are 0 behind it."""

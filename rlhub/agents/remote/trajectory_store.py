@@ -2,7 +2,7 @@
 
 The driver gets a TrajectoryRef of each episode, one number a row.  Columns are jagged, one row an episode: prompts, responses and
 policy_version int32, response_mask bool, rollout_log_probs float32; where the workflow or its tools gave rewards also
-token_level_scores and added_rewards float32.
+given_rewards and added_rewards float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhub.protocol import ColumnStore, DataProto
 from rlhub.protocol.columns import dense_rows, jagged
 
 PROMPTS, RESPONSES, MASK, LOG_PROBS, VERSIONS = "prompts", "responses", "response_mask", "rollout_log_probs", "policy_version"
-SCORES, ADDED = "token_level_scores", "added_rewards"
+SCORES, ADDED = "given_rewards", "added_rewards"
 WIDE: dict[str, torch.dtype] = {
     PROMPTS: torch.int32,
     RESPONSES: torch.int32,

@@ -256,7 +256,7 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
 
     Only if tools gave rewards: added_rewards (rows, T) float32, which come on top of other rewards where advantages are computed.
 
-    Only if the samples are scored: token_level_scores (rows, T) float32 and the columns of `score_rows`.
+    Only if the samples are scored: given_rewards (rows, T) float32 and the columns of `score_rows`.
 
     policy_version is NOT_SAMPLED for tokens that the policy did not write.  vocab_size: tokens outside of it raise WorkflowError.
     """
@@ -374,12 +374,12 @@ def with_tool_rewards(scores: Tensor, valid: Tensor, tools: Tensor | None) -> Te
 
 
 def score_columns(groups: Sequence[Group], width: int) -> dict[str, Tensor]:
-    """Returns token_level_scores (rows, width) float32, the rewards without those of tools, and the columns of `score_rows`; no
+    """Returns given_rewards (rows, width) float32, the rewards without those of tools, and the columns of `score_rows`; no
     columns if no sample has rewards.  Raises what that raises."""
     columns = score_rows(groups)
     if not columns:
         return {}
-    rewards = columns["token_level_scores"] = torch.zeros(len(columns["scores"]), width)
+    rewards = columns["given_rewards"] = torch.zeros(len(columns["scores"]), width)
     for row, trajectory in enumerate(trajectory for group in groups for trajectory in group.whole):
         assert trajectory.rewards is not None, "all have some"
         rewards[row, : len(trajectory.rewards)] = torch.tensor(trajectory.rewards)

@@ -148,8 +148,8 @@ def lengths_in_groups(batch: Batch, groups: Tensor) -> Tensor:
     """Returns the tokens of each row, (rows,) int64, of which the prompt's are counted once for all rows of its group."""
     _, group, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
     prompts: Tensor = batch.batch["prompt_length"]
-    tokens: Tensor = row_lengths(batch) - prompts + prompts // sizes[group]
-    return tokens
+    lengths: Tensor = row_lengths(batch) - prompts + prompts // sizes[group]
+    return lengths
 
 
 def deal(lengths: Sequence[int], ids: Tensor, num_ranks: int, *, balance: bool, groups: Tensor | None = None) -> Tensor:

@@ -237,7 +237,7 @@ def add_outputs(batch: Batch, passes: Sequence[Any]) -> dict[str, float]:
 TOKENS = ("input_ids", "attention_mask")
 MODEL = (*TOKENS, "pixel_values", "response_mask")
 REWARD = (
-    *("valid", "scores", "configured_scores", "token_level_scores", "added_rewards"),
+    *("valid", "scores", "configured_scores", "token_level_scores", "given_rewards", "added_rewards"),
     *("finish_reason", "baseline_rewards"),
 )
 ADVANTAGE = (

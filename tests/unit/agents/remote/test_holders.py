@@ -113,7 +113,7 @@ def test_columns_of_episodes_are_the_same_by_reference(tmp_path: Path, ranks: Wo
             rows = batch.fetch_all() if isinstance(batch, BatchRef) else batch
             names = ("uid", "episode_id", "ordinal", "scores", "valid", "response_length")
             found.append({name: rows.batch[name].tolist() for name in names})
-            found[-1]["rewards"] = rows.batch["token_level_scores"].sum(1).tolist()
+            found[-1]["rewards"] = rows.batch["given_rewards"].sum(1).tolist()
             assert stream.source.metrics["episode/branches"] == len(rows) / (BATCH * SAMPLES)
             if isinstance(batch, BatchRef):
                 batch.drop()

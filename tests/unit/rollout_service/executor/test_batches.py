@@ -73,7 +73,7 @@ def test_rewards_become_the_columns_of_scoring() -> None:
         trajectory.set_reward(reward)
     one.valid, one.numbers = [True, False], [{"acc": 1.0}, {}]
     columns = to_batch([one], pad_id=PAD).batch
-    assert columns["token_level_scores"].tolist() == [[0.0, 1.5], [0.0, 0.0]]
+    assert columns["given_rewards"].tolist() == [[0.0, 1.5], [0.0, 0.0]]
     assert columns["scores"].tolist() == [1.5, 0.0] and columns["valid"].tolist() == [True, False]
     assert columns["reward/acc"].tolist() == [1.0, 0.0] and columns["reward/acc"].dtype == torch.float64
 
@@ -84,11 +84,11 @@ def test_rewards_of_tools_are_columns_of_their_own_and_count_in_scores() -> None
     one.trajectories[0].added_rewards = [0.5, 0.25]
     columns = to_batch([one], pad_id=0).batch
     assert columns[ADDED].tolist() == [[0.5, 0.25], [0.0, 0.0]] and columns[TOOL_REWARDS].tolist() == [0.75, 0.0]
-    assert "token_level_scores" not in columns.keys()
+    assert "given_rewards" not in columns.keys()
     for trajectory in one.trajectories:
         trajectory.set_reward(2.0)
     columns = to_batch([one], pad_id=0).batch
-    assert columns["token_level_scores"].tolist() == [[0.0, 2.0], [0.0, 2.0]] and columns["scores"].tolist() == [2.75, 2.0]
+    assert columns["given_rewards"].tolist() == [[0.0, 2.0], [0.0, 2.0]] and columns["scores"].tolist() == [2.75, 2.0]
     one.valid = [False, True]
     assert to_batch([one], pad_id=0).batch["scores"].tolist() == [2.0, 2.0]
     one.trajectories[0].versions = [0, 1]

@@ -67,7 +67,7 @@ def test_an_episode_without_a_score_is_told_from_an_empty_answer(own_rewards: bo
     assert failed == [None] * 4 + ["scoring a turn failed: timeout"] * 2
     if own_rewards is True:
         assert batch.batch["scores"].tolist() == [0.75, 0.75, 0.0, 0.0, 0.0, 0.0]
-        assert batch.batch["token_level_scores"][0].tolist() == [0.0, 0.75, 0.0]
+        assert batch.batch["given_rewards"][0].tolist() == [0.0, 0.75, 0.0]
     else:
         assert "scores" not in batch.batch.keys()
         scores = [None if outcome is None else outcome.score for outcome in known[:4]]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhub.agents.remote.trajectory_store import WIDE
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import PolicyMismatchError, ProtocolError
 from rlhub.pipeline.builtin import dapo, ppo
@@ -18,7 +19,7 @@ from rlhub.trainer.ppo.graph_step import GraphStep
 from rlhub.trainer.ppo.metrics import MismatchBound
 from rlhub.trainer.ppo.plan import step_graph
 from rlhub.trainer.ppo.requirements import requirements
-from rlhub.trainer.ppo.step import StepParts
+from rlhub.trainer.ppo.step import REWARD, StepParts
 from rlhub.utils.timing import NODE_TIME
 from tests.unit.trainer.ppo.test_step import ROWS, Call, FakeGroup, config_of, rollout_batch, step_of
 
@@ -83,6 +84,14 @@ def test_the_graph_makes_the_calls_of_the_plain_step(name: str) -> None:
         name: value for name, value in plain.items() if not name.startswith(CLOCK)
     }
     assert {name.removeprefix(NODE_TIME) for name in metrics if name.startswith(NODE_TIME)} >= {"sample", "score", "update_actor"}
+
+
+def test_the_graph_keeps_every_column_of_finished_episodes() -> None:
+    """A column that sample does not declare would be lost: the ranks keep the tokens of episodes under these names."""
+    sample = graph_of(config_of()).node("sample")
+    estimated = {use.name for use in graph_of(config_of()).node("compute_advantages").reads}
+    assert set(WIDE) <= {use.name for use in sample.writes}
+    assert {"given_rewards", "added_rewards"} <= estimated & set(REWARD)
 
 
 def test_a_difference_of_the_columns_is_noticed() -> None:
