@@ -48,7 +48,7 @@ class ScoringWorker(RolloutPart):
     def init_model(self) -> None:
         assert self.reward is not None
         self.tokenizer = load_tokenizer(self.folder)
-        self._init_scoring(self.reward, self.tokenizer)
+        self._init_scoring(self.reward, self.tokenizer, 1)
         self._register_dispatch_collect_info("rollout", self.rank, True)
 
     @register(ROLLOUT)
