@@ -19,7 +19,7 @@ from transformers import (
     SmolVLMConfig,
 )
 
-VOCABULARY = 64
+VOCABULARY, WIDTH = 64, 64
 IMAGE_TOKEN = "<image>"
 SPECIAL = ("<pad>", "<eos>", "<unk>", IMAGE_TOKEN)
 IMAGE_SIZE, PATCH, SHUFFLE = 32, 8, 2
@@ -30,7 +30,7 @@ Face's 0.02 everywhere."""
 EMBEDDINGS = ("embed_tokens.weight", "position_embedding.weight")
 
 
-def write_model(folder: Path, seed: int, words: Sequence[str], *, num_places: int, num_bins: int) -> None:
+def write_model(folder: Path, seed: int, words: Sequence[str], *, num_places: int, num_bins: int, width: int = WIDTH) -> None:
     """Writes weights, configuration and tokenizer that `from_pretrained(folder)` loads.
 
     The vocabulary is the special tokens, the words, the places of action tokens and the bins, in this order, filled up to 64 ids.
@@ -38,7 +38,7 @@ def write_model(folder: Path, seed: int, words: Sequence[str], *, num_places: in
     tokenizer = build_tokenizer(words, num_places=num_places, num_bins=num_bins)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(build_config(tokenizer))
+        model = AutoModelForImageTextToText.from_config(build_config(tokenizer, width))
         initialize(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -61,13 +61,13 @@ def build_tokenizer(words: Sequence[str], *, num_places: int, num_bins: int) -> 
     )
 
 
-def build_config(tokenizer: PreTrainedTokenizerFast) -> SmolVLMConfig:
-    """Returns one layer of vision and two of language, 64 wide."""
+def build_config(tokenizer: PreTrainedTokenizerFast, width: int = WIDTH) -> SmolVLMConfig:
+    """Returns one layer of vision and two of language of that width."""
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     return SmolVLMConfig(
         vision_config={
-            "hidden_size": 64,
-            "intermediate_size": 128,
+            "hidden_size": width,
+            "intermediate_size": 2 * width,
             "num_hidden_layers": 1,
             "num_attention_heads": 4,
             "image_size": IMAGE_SIZE,
@@ -76,8 +76,8 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> SmolVLMConfig:
         text_config={
             "model_type": "llama",
             "vocab_size": VOCABULARY,
-            "hidden_size": 64,
-            "intermediate_size": 128,
+            "hidden_size": width,
+            "intermediate_size": 2 * width,
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,

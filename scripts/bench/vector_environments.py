@@ -34,7 +34,7 @@ from rlhub.utils.children.wire import decode, encode
 HERE = os.path.abspath(__file__)
 NUM_ENVS, PROCESSES, SIZE, CHUNK = 16, 4, 224, 8
 SLEEPERS, SLEEP_S, MANY = 64, 0.01, 8
-WAITING, WAITERS, WAIT_S, ACTIONS, WAVES, CAMERAS = 64, 32, 0.005, 8, 2, ("left", "top", "right")
+WAITING, WAITERS, WAIT_S, ACTIONS, WAVES, WIDTH = 64, 32, 0.005, 8, 4, 192
 
 
 class Filled:
@@ -70,13 +70,12 @@ class Filled:
 
 
 class Waiting(Filled):
-    """A simulator whose episodes have a few actions that wait.  It has so many cameras that the policy takes about as long as the
-    waits: stages can hide no more than the shorter of the two."""
+    """A simulator whose episodes have a few actions that wait."""
 
     def __init__(self) -> None:
         super().__init__(sleep_s=WAIT_S)
         size, bounds = 32, {"low": (-1.0,) * 2, "high": (1.0,) * 2, "action_dim": 2}
-        self.spec = VectorSpec(cameras=CAMERAS, height=size, width=size, chunk=2, max_steps=ACTIONS, language=True, **bounds)
+        self.spec = VectorSpec(cameras=("top",), height=size, width=size, chunk=2, max_steps=ACTIONS, language=True, **bounds)
 
     def reset(self, seed: int, initial: int | None) -> str:
         return "reach red"
@@ -124,8 +123,12 @@ def sleepers_s(env: EnvManager) -> float:
 
 
 def stages_s(rounds: int) -> dict[int, float]:
-    """Returns the median seconds of WAITING x WAVES episodes with 1 and with 2 stages, measured in turns."""
+    """Returns the median seconds of WAITING x WAVES episodes with 1 and with 2 stages, measured in turns.
+
+    The policy is so wide that it computes about as long as the simulators wait: stages hide no more than the shorter of the two.
+    """
     # Here, because the environments' processes import this file and shall not load torch.
+    from recipes.tiny_smolvlm import write_model
     from rlhub.config.sections.env import EnvConfig
     from rlhub.config.sections.vla import vla_of
     from rlhub.engines.rollout.base import SamplingParams
@@ -134,7 +137,8 @@ def stages_s(rounds: int) -> dict[int, float]:
     from tests.support import vla
 
     with tempfile.TemporaryDirectory() as folder:
-        model = vla.model_config(vla.write_policy(Path(folder)))
+        write_model(Path(folder), 1, vla.WORDS, num_places=vla.TOKENS, num_bins=vla.BINS, width=WIDTH)
+        model = vla.model_config(Path(folder))
         settings, tokenizer, engine = vla_of(model), load_tokenizer(folder), vla.rollout_engine(model)
         assert settings is not None
         options = {"name": f"{HERE}:Waiting", "num_envs": WAITING, "manager": {"processes": WAITERS}}
