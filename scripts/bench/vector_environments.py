@@ -34,7 +34,7 @@ from rlhub.utils.children.wire import decode, encode
 HERE = os.path.abspath(__file__)
 NUM_ENVS, PROCESSES, SIZE, CHUNK = 16, 4, 224, 8
 SLEEPERS, SLEEP_S, MANY = 64, 0.01, 8
-WAITING, WAITERS, WAIT_S, ACTIONS, WAVES, WIDTH = 64, 32, 0.005, 8, 4, 192
+WAITING, WAITERS, WAIT_S, ACTIONS, WAVES, WIDTH = 64, 16, 0.005, 8, 4, 256
 
 
 class Filled:
