@@ -19,7 +19,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,7 +120,7 @@ class _TakenGroups:
 
 
 class TrajectoryReader:
-    """Reads groups in the order of the files, with the interface of a WorkflowExecutor.
+    """Reads groups in the order of the files.
 
     max_staleness: the bound on the number of versions behind the newest one; None for no bound.  stale_policy: drop older groups,
     mask their old tokens, or leave them to the correction.  Ordinals are numbered by this reader.
@@ -146,9 +146,6 @@ class TrajectoryReader:
     def first_ordinal(self) -> int:
         """Returns the lowest ordinal that is neither trained nor dropped."""
         return int(self._trained["ordinal"])
-
-    def start(self, source: Iterator[PromptItem] | None = None) -> None:
-        """Does nothing: prompts come with their trajectories, so the source is not read."""
 
     def next_groups(self, count: int, timeout: float | None = None, *, step: int | None = None) -> list[Group]:
         """Returns `count` groups to train at `step` (None: the step after the current version).
@@ -197,12 +194,6 @@ class TrajectoryReader:
         self.trained(version)
         self._version = version
 
-    def pause(self) -> None:
-        """Does nothing: reading happens only in `next_groups`."""
-
-    def resume(self) -> None:
-        """Does nothing."""
-
     def metrics(self) -> dict[str, float]:
         """Returns the counts since the last call; rollout/index_bytes are those that this process has read of the files."""
         found = {f"rollout/{name}": float(value) for name, value in self._counts.items()} | {"rollout/wait_s": self._wait_s}
@@ -219,9 +210,6 @@ class TrajectoryReader:
         self._version = int(state["version"])
         self._trained = dict(state["cursor"])
         self._go_to(self._trained)
-
-    def close(self) -> None:
-        """Does nothing: no resources are held."""
 
     # Methods that read the files.
 

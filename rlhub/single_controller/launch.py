@@ -158,7 +158,7 @@ class LocalRun:
 
 
 _in_worker: ContextVar[bool] = ContextVar("rlhub_in_worker", default=False)
-"""Whether a worker's method runs: the futures that it reads do not reach the driver."""
+"""True while a worker's method runs: the futures that it reads do not reach the driver."""
 
 
 class LocalWorkerGroup(WorkerGroup):

@@ -196,7 +196,7 @@ share of the largest of them where that is above 1."""
 ALLOWED_OF_ROUNDED_ADAPTERS = 0.1
 """The same where merged weights were rounded to 16 bits, which weights and adapters apart cannot follow."""
 WEIGHTS, ADAPTERS = "model.", ".lora_"
-"""What names of weights begin with in a checkpoint, and what those of adapters have in them."""
+"""The prefix of weights' names in a checkpoint, and the part that marks adapters in them."""
 OUTPUTS: dict[ModelKind, tuple[str, ...]] = {"policy": ("log_probs", "entropy"), "value": ("values",)}
 
 

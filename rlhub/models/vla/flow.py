@@ -28,7 +28,7 @@ of two or three axes would be trimmed like tokens."""
 
 @dataclass(slots=True, kw_only=True)
 class FlowInputs:
-    """What a pass reads: tokens (rows, prompt) and their mask, and the columns of FLOW_COLUMNS without the axes of size 1."""
+    """The inputs of a pass: tokens (rows, prompt) and their mask, and the columns of FLOW_COLUMNS without the axes of size 1."""
 
     input_ids: Tensor
     attention_mask: Tensor

@@ -37,7 +37,7 @@ from rlhub.utils.aio.results import Reject
 from rlhub.utils.seeding import sample_seed
 
 TRAINING, VALIDATION, BASELINE = "training", "validation", "baseline"
-"""What episodes are for: their sampling follows from it."""
+"""The purposes of episodes, from which their sampling follows."""
 
 
 def training_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:

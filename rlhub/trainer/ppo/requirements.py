@@ -11,9 +11,9 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.registry import suggest
 
 NAMES_OF_THE_REWARD = ("seq_reward", "seq_final_reward", "reward", "score")
-"""What algorithm.filter_groups.metric may call the reward itself."""
+"""Names by which algorithm.filter_groups.metric may call the reward itself."""
 OWN_NUMBERS = ("acc", "overlong", "overlong_reward", "function", "model", "judge")
-"""What else of a sample is counted without a reward function of the user's own; some of it by some settings only."""
+"""Further numbers of a sample that exist without a reward function of the user's own; some of them by some settings only."""
 
 
 @dataclass(slots=True, kw_only=True)

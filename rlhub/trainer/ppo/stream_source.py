@@ -73,8 +73,8 @@ class StreamSource:
     """Is the SampleSource of the asynchronous schedules.
 
     outcomes: what the reward function returned for each finished group.  holders: keep the tokens of finished groups; None: the
-    executor has them.  ranks: those that train, to which the dealing deals the rows.  actor_pools: report
-    metrics of their own too.
+    executor has them.  ranks: those that train, to which the dealing deals the rows.  actor_pools: report metrics
+    of their own too.
     """
 
     config: PPOConfig
