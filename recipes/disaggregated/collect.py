@@ -29,9 +29,9 @@ from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExe
 from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.trajectory_files import TrajectoryWriter
-from rlhub.sharding_manager.files import WeightReader
+from rlhub.sharding_manager.reader import WeightReader
 from rlhub.trainer.ppo.episode_scoring import no_turn_scores
-from rlhub.trainer.ppo.episodes import Workflows, training_sampling
+from rlhub.trainer.ppo.episodes import Workflows, samplings
 from rlhub.trainer.ppo.stream_source import LoaderPositions
 from rlhub.trainer.ppo.trainer import build_data
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
@@ -141,7 +141,7 @@ def make_executor(
     """Episodes over the prompts of the settings, as far ahead of training as they allow."""
     data, trainer = build_data(config), config.trainer
     vocabulary = read_vocabulary(config.actor_rollout_ref.model, data.tokenizer)
-    workflows = Workflows(config, data.tokenizer, training_sampling(config, vocabulary), no_turn_scores)
+    workflows = Workflows(config, data.tokenizer, samplings(config, vocabulary), no_turn_scores)
     executor = WorkflowExecutor(
         runner=runner,
         engine=engine,

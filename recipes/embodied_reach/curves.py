@@ -37,6 +37,7 @@ MISLED, FROZEN, CLONED, FROM_SCRATCH = 0.20, 0.05, 0.50, 0.45
 WHOLE = 2.0
 """More than any share: cloning goes on until its updates are over."""
 SHORT = 75  # iterations of a control, in which PPO gains most of what it will
+LONG = 250  # of GRPO: from one of three clones it gains nothing in the first 175
 IN_GROUPS = {"group": 8, "episodes": 256, "minibatches": 4, "iterations": 100}
 """Settings where episodes of a scene are compared; a sparse reward needs as many episodes, because most scenes say nothing."""
 IN_GROUPS_TOO = (
@@ -139,8 +140,13 @@ CASES = {
     "grpo": Case(
         asked=f"gains {MEAN_GAIN} in the mean",
         holds=lambda curves, _: sum(gains(curves)) / len(curves) >= MEAN_GAIN,
-        settings={"grpo": True, **IN_GROUPS},
-        overrides=("algorithm.adv_estimator=chunk_grpo", "actor_rollout_ref.actor.value_loss_coef=0", *IN_GROUPS_TOO),
+        settings={"grpo": True, **IN_GROUPS, "iterations": LONG},
+        overrides=(
+            "algorithm.adv_estimator=chunk_grpo",
+            "actor_rollout_ref.actor.value_loss_coef=0",
+            *IN_GROUPS_TOO,
+            f"--steps={LONG}",
+        ),
     ),
     "sparse": Case(
         asked="recorded",

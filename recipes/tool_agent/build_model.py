@@ -9,6 +9,7 @@ calling takes the model few steps.  The text is that of the hermes format: nothi
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -35,6 +36,11 @@ CHAT_TEMPLATE = """{%- for message in messages %}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Characters, turns, calls and their answers."""
+    return character_tokenizer([*TURNS, *CALL, *ANSWER])
+
+
+def character_tokenizer(marks: Iterable[str]) -> PreTrainedTokenizerFast:
     """Characters, and the marks as whole tokens."""
     words = [PAD, END, UNKNOWN, *CHARACTERS]
     inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN))
@@ -50,7 +56,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
     )
-    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in (*TURNS, *CALL, *ANSWER)])
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     return tokenizer
 
 

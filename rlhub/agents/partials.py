@@ -27,12 +27,10 @@ def join(before: Completion | None, after: Completion) -> Completion:
     """Returns one completion from two parts; `before` is None for the first part."""
     if before is None:
         return after
-    return Completion(
-        token_ids=[*before.token_ids, *after.token_ids],
-        log_probs=[*before.log_probs, *after.log_probs],
-        finish_reason=after.finish_reason,
-        versions=[*before.versions, *after.versions],
-    )
+    made = before.between(0)
+    made.extend(after)
+    made.finish_reason = after.finish_reason
+    return made
 
 
 class Attempt:
@@ -48,13 +46,9 @@ class Attempt:
     def send_rest(self, part: Completion) -> None:
         """Forwards the tokens of the attempt that its engine has not streamed, before the next attempt streams any."""
         if len(part.token_ids) > self._num_sent:
-            self._follow(
-                Progress(
-                    token_ids=part.token_ids[self._num_sent :],
-                    log_probs=part.log_probs[self._num_sent :],
-                    versions=part.versions[self._num_sent :],
-                )
-            )
+            rest = Progress(token_ids=[], log_probs=[])
+            rest.extend(part.between(self._num_sent))
+            self._follow(rest)
 
 
 class TrackedEngine:

@@ -15,7 +15,9 @@ batch, equal in every process.  Columns that are read:
   row, the scores without them;
 - where the estimator requires them or the settings read them: values, old_log_probs, ref_log_prob, rollout_log_probs,
   sum_pi_squared, baseline_rewards, reward/<name>, policy_version; one number a row: episode, call, terminated, next_values;
-- where samples may have several rows: episode_id, one number a row, equal for the trajectories of an episode.
+- where samples may have several rows: episode_id, one number a row, equal for the trajectories of an episode;
+- where data sources have estimators of their own: estimator, one number a row, 0 for that of the run, else the place of the row's
+  source among those, from 1.
 
 No column is written twice: response_mask are the tokens of the model, learn_mask those of rows that train, and loss_mask those of
 them that the policy's loss counts, where a correction has rejected some.
@@ -86,6 +88,7 @@ def compute_advantages(
     kl_coef: float = 0.0,
     version: int | None = None,
     mask_truncated: bool = False,
+    by_source: Mapping[str, AlgorithmConfig] | None = None,
 ) -> ColumnOutputs:
     """Returns advantages, returns and learn_mask (rows, response).
 
@@ -94,6 +97,8 @@ def compute_advantages(
     counts.
 
     kl_coef: beta of the KL in the reward.  version: of the policy about to be updated, read with a column policy_version.
+    by_source: the settings of data sources with an estimator of their own; their rows get what they would get as a batch of their
+    own, and the estimator's metrics are source/<name>/...
     Raises RewardError where rewards are too large, ProtocolError for a reward on a token that the model did not write; both name
     the row by its number in sampled order, in every process.
     """
@@ -101,9 +106,13 @@ def compute_advantages(
     columns = with_old_log_probs(columns)
     valid = columns["valid"] & columns["response_mask"].bool().any(1)
     scored = masked(columns["response_mask"], valid[:, None])
-    rewards, of_kl = token_rewards(columns, scored, gather, algorithm, kl_coef)
+    in_one = replace(algorithm, whiten_rewards=False) if by_source else algorithm
+    rewards, of_kl = token_rewards(columns, scored, gather, in_one, kl_coef)
     inputs = advantage_inputs(columns, rewards, valid, scored, gather, algorithm.adv_estimator)
-    outputs = estimate(inputs, algorithm)
+    if by_source:
+        rewards, outputs = estimate_by_source(inputs, columns, valid, {"": algorithm, **by_source})
+    else:
+        outputs = estimate(inputs, algorithm)
     learns = valid & (columns["finish_reason"] == 0) if mask_truncated else valid
     found = {"advantages": outputs.advantages, "returns": outputs.returns, "learn_mask": masked(scored, learns[:, None])}
     first = None if inputs.episodes is None else gather.own(EpisodeRows(inputs.episodes).leading)
@@ -241,6 +250,37 @@ def estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOu
         outputs: AdvantageOutputs = estimator(inputs, knobs)
         return outputs
     return inputs.own(estimator(inputs.whole(), knobs))
+
+
+def estimate_by_source(
+    inputs: AdvantageInputs, columns: Columns, valid: Tensor, algorithms: Mapping[str, AlgorithmConfig]
+) -> tuple[Tensor, AdvantageOutputs]:
+    """Returns the rewards (rows, response), whitened where the settings say so, and the advantages and returns made of them.
+
+    The rows of each number in the column estimator are a batch of their own, in their sampled order: statistics see no other row.
+    inputs: of all rows.  algorithms: by data source, in the order of the numbers; "" is that of rows without one of their own.
+    valid: (rows,) bool.
+    """
+    if "estimator" not in columns:
+        raise ProtocolError(
+            "the batch has no column estimator, by which data.sources.<name>.adv_estimator finds its rows; let the node "
+            "compute_advantages of trainer.pipeline read it, as the built-in pipelines do"
+        )
+    rewards, gather, mask = inputs.token_level_rewards.clone(), inputs.gather, inputs.response_mask
+    found = AdvantageOutputs(advantages=torch.zeros_like(rewards), returns=torch.zeros_like(rewards))
+    names = list(algorithms)
+    for number in torch.unique(gather(columns["estimator"])).tolist():
+        rows, name, algorithm = (columns["estimator"] == number).nonzero().squeeze(1), names[number], algorithms[names[number]]
+        part = {key: column[rows] for key, column in columns.items()}
+        own = Gather.of(part["sample_index"], gather.collect)
+        if algorithm.whiten_rewards:
+            rewards[rows] = whiten_rewards(rewards[rows], mask[rows], own)
+        outputs = estimate(
+            advantage_inputs(part, rewards[rows], valid[rows], mask[rows], own, algorithm.adv_estimator), algorithm
+        )
+        found.advantages[rows], found.returns[rows] = outputs.advantages, outputs.returns
+        found.metrics |= {f"source/{name}/{key}" if name else key: value for key, value in outputs.metrics.items()}
+    return rewards, found
 
 
 def check_advantages(columns: Columns, scored: Tensor, metrics: Mapping[str, float], gather: Gather) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,22 @@ def has_column(files: str | Sequence[str] | None, column: str) -> bool:
         except DataError:
             continue
     return False
+
+
+def texts_of(files: str | Sequence[str] | None, column: str) -> set[str]:
+    """Returns the different texts in a column of the files; a file that cannot be read has none."""
+    found: set[str] = set()
+    for path in file_list(files):
+        with suppress(DataError):
+            if column not in _columns(path):
+                continue
+            if _reader(path) is _read_parquet:
+                with _parquet_file(path) as file:
+                    values = file.read(columns=[column]).column(0).unique().to_pylist()
+            else:
+                values = [row.values.get(column) for row in _read_jsonl(path)]
+            found |= {value for value in values if isinstance(value, str)}
+    return found
 
 
 def check_episode_folders(folders: str | Sequence[str] | None, split: str) -> list[str]:

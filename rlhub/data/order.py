@@ -1,19 +1,21 @@
-"""The order of rows is a function of seed, epoch and cursor, so that a run can stop and resume anywhere.
+"""The order of rows is a function of a sampler's state, so that a run can stop and resume anywhere.
 
 Every prompt of a run has a running number, its ordinal, which seeds the noise of its samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from rlhub.data.samplers import Indices, Sampler, SamplerData, UniformSampler
 from rlhub.errors import DataError
 from rlhub.protocol import DataProto
-from rlhub.utils.seeding import permutation
 
 
 class IndexedData(Protocol):
@@ -27,17 +29,27 @@ class IndexedData(Protocol):
 
 
 class ResumableLoader:
-    """Iterator over the batches of ONE epoch, from the cursor on; `epoch` is the number of epochs already complete.
+    """Iterator over the batches of ONE epoch, from where the sampler stands; `epoch` is the number of epochs already complete.
 
         while loader.epoch < total_epochs:
             for batch in loader: ...
 
     While a batch is used, `state()` returns the state after that batch: a loader that loads it continues with the next batch.
-    Each batch has a column `ordinal` (rows,) int64.
+    Each batch has a column `ordinal` (rows,) int64.  sampler: chooses the rows; None: each once an epoch, by seed and shuffle.
+
+    remembers: whether the rows of a batch are kept until `forget`, so that what its samples score can be given to the sampler,
+    and so that a resumed run draws prompts in work again, whatever the sampler has learned since.
     """
 
     def __init__(
-        self, dataset: IndexedData, batch_size: int, *, seed: int = 1, shuffle: bool = True, drop_last: bool = True
+        self,
+        dataset: IndexedData,
+        batch_size: int,
+        *,
+        seed: int = 1,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        sampler: Sampler | None = None,
     ) -> None:
         if batch_size < 1:
             raise DataError(f"the batch size must be at least 1, got {batch_size}")
@@ -46,31 +58,32 @@ class ResumableLoader:
                 f"the data set has {len(dataset)} usable rows, fewer than one batch of {batch_size}: "
                 f"set data.train_batch_size to at most {len(dataset)} or add data"
             )
-        self.dataset, self.batch_size = dataset, batch_size
-        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
-        self.epoch = 0
-        self._cursor = 0
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        least = batch_size if drop_last else 1
+        self.sampler = sampler or UniformSampler(SamplerData(num_rows=len(dataset), seed=seed, shuffle=shuffle, batch_size=least))
+        self.remembers = False
         self._consumed = 0
+        self._drawn: dict[int, Indices] = {}
+        self._again: deque[Indices] = deque()
 
     def __len__(self) -> int:
         """Returns the number of batches in an epoch."""
         return len(self.dataset) // self.batch_size if self.drop_last else -(-len(self.dataset) // self.batch_size)
 
+    @property
+    def epoch(self) -> int:
+        return self.sampler.epoch
+
     def __iter__(self) -> Iterator[DataProto]:
-        if self._rows_left() < self._least():
-            self._end_epoch()  # resumed with a larger batch size than what was left of the epoch
-        order = permutation(self.seed, self.epoch, len(self.dataset)) if self.shuffle else np.arange(len(self.dataset))
-        ends = False
-        while not ends:
-            indices = order[self._cursor : self._cursor + self.batch_size]
+        epoch = self.epoch
+        while self._again or self.epoch == epoch:
+            indices = self._again.popleft() if self._again else self.sampler.next(self.batch_size)
             batch = self.dataset.batch(indices)
             ordinals = torch.arange(self._consumed, self._consumed + len(indices))
             batch.union(DataProto.from_dict({"ordinal": ordinals}))
-            self._cursor += len(indices)
+            if self.remembers:
+                self._drawn[self._consumed] = indices
             self._consumed += len(indices)
-            ends = self._rows_left() < self._least()
-            if ends:
-                self._end_epoch()
             yield batch
 
     def endless(self) -> Iterator[DataProto]:
@@ -78,15 +91,21 @@ class ResumableLoader:
         while True:
             yield from self
 
-    def _least(self) -> int:
-        """Returns the fewest rows that make a batch."""
-        return self.batch_size if self.drop_last else 1
+    @property
+    def consumed(self) -> int:
+        """Returns the ordinal of the next prompt."""
+        return self._consumed
 
-    def _rows_left(self) -> int:
-        return len(self.dataset) - self._cursor
+    def rows_of(self, ordinals: Sequence[int]) -> list[int]:
+        """Returns the row of each of these prompts, which were drawn and are not forgotten."""
+        begins = sorted(self._drawn)
+        found = (begins[bisect_right(begins, ordinal) - 1] for ordinal in ordinals)
+        return [int(self._drawn[begin][ordinal - begin]) for begin, ordinal in zip(found, ordinals, strict=True)]
 
-    def _end_epoch(self) -> None:
-        self.epoch, self._cursor = self.epoch + 1, 0
+    def forget(self, first: int) -> None:
+        """Drops the rows of batches that are all before the ordinal `first`."""
+        for begin in [begin for begin, indices in self._drawn.items() if begin + len(indices) <= first]:
+            del self._drawn[begin]
 
     @property
     def extras_fingerprint(self) -> str | None:
@@ -94,15 +113,17 @@ class ResumableLoader:
         columns."""
         return None
 
-    def state(self) -> dict[str, Any]:
-        """Returns the position as JSON-able values."""
+    def state(self, first: int | None = None) -> dict[str, Any]:
+        """Returns the position as JSON-able values.  first: an ordinal that was drawn, in whose batch it then is; what was drawn
+        from there on comes again.  None: all that was drawn has ended."""
+        again = {} if first is None else {b: rows for b, rows in sorted(self._drawn.items()) if b + len(rows) > first}
+        drawn = [indices.tolist() for indices in [*again.values(), *self._again]]
+        name, own = type(self.sampler).__name__, self.sampler.state_dict()
         return {
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "epoch": self.epoch,
-            "cursor": self._cursor,
-            "consumed": self._consumed,
+            **(own if name == UniformSampler.__name__ else {"sampler": name, "sampler_state": own}),
+            "consumed": min(again, default=self._consumed),
             "dataset_hash": self.dataset.fingerprint,
+            **({"drawn": drawn} if drawn else {}),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -113,7 +134,9 @@ class ResumableLoader:
                 "changed), so the position in it has no meaning: restore it, or start anew with trainer.resume_mode=disable "
                 "and another trainer.default_local_dir"
             )
-        for name, now in (("seed", self.seed), ("shuffle", self.shuffle)):
-            if state[name] != now:
-                raise DataError(f"data.{name} was {state[name]} when the run was started and is {now} now: set it back")
-        self.epoch, self._cursor, self._consumed = int(state["epoch"]), int(state["cursor"]), int(state["consumed"])
+        was, now = state.get("sampler", UniformSampler.__name__), type(self.sampler).__name__
+        if was != now:
+            raise DataError(f"data.sampler was a {was} when the run was started and is a {now} now: set it back")
+        self.sampler.load_state_dict(state.get("sampler_state", state))
+        self._consumed, self._drawn = int(state["consumed"]), {}
+        self._again = deque(np.array(indices, dtype=np.int64) for indices in state.get("drawn", ()))

@@ -12,13 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhub.config.rules.sources import SourceConfig, sources_of
 from rlhub.config.sections.ppo import DataConfig
 from rlhub.data.files import AGENT_NAME, DataRow, load_rows
+from rlhub.data.images import ImagePrompts, check_whole
 from rlhub.data.order import ResumableLoader
+from rlhub.data.samplers import SamplerData, build_sampler
 from rlhub.data.tokenizing import Tokenizer, check_policy, check_vocabulary, encode_prompts, left_padded, pad_id, truncate
-from rlhub.errors import DataError
+from rlhub.errors import ConfigError, DataError
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
+from rlhub.protocol.sequences import IMAGES, images_column
+from rlhub.registry import suggest
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +35,27 @@ class PromptDataset:
     `extra_info` and `agent_name`, the workflow that runs its episodes.  Prompts longer than `config.max_prompt_length` tokens
     are dropped (`filter_overlong_prompts`), cut (`truncation`) or an error.  Every problem is a DataError that names file, row
     and column, raised here and not mid-run.  vocab_size: rows of the model's embedding, which must have each token;
-    None: not known.
+    None: not known.  reader: of pictures, for a model that reads them; the column `images` has a row's.
     """
 
     def __init__(
-        self, config: DataConfig, files: str | Sequence[str], tokenizer: Tokenizer, *, vocab_size: int | None = None
+        self,
+        config: DataConfig,
+        files: str | Sequence[str],
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int | None = None,
+        reader: ImagePrompts | None = None,
     ) -> None:
         check_policy(config.truncation)
         rows = load_rows(files)
-        texts, ids = encode_prompts(tokenizer, rows, config.prompt_key, config.apply_chat_template_kwargs)
+        encoded = encode_prompts(tokenizer, rows, config.prompt_key, config.apply_chat_template_kwargs, reader)
+        texts, ids = encoded.texts, encoded.ids
         check_vocabulary(rows, config.prompt_key, ids, vocab_size)
         kept = _within_limit(config, rows, ids)
+        for index in kept:
+            check_whole(rows[index], len(ids[index]), encoded.images[index], "data.max_prompt_length", config.max_prompt_length)
+        self.images = [encoded.images[index] for index in kept]
         self.pad_id = pad_id(tokenizer)
         self.prompt_ids = [truncate(ids[index], config.max_prompt_length, config.truncation) for index in kept]
         self._columns = {
@@ -53,21 +68,41 @@ class PromptDataset:
         if any(AGENT_NAME in row.values for row in rows):
             self._columns[AGENT_NAME] = [_agent_name(rows[index]) for index in kept]
         self.num_filtered = len(rows) - len(kept)
-        self.fingerprint = fingerprint_of(self.prompt_ids, self._columns["data_source"], self._columns["ground_truth"])
+        columns = [self.prompt_ids, self._columns["data_source"], self._columns["ground_truth"]]
+        self.fingerprint = fingerprint_of(*columns, *([self.images] if any(self.images) else []))
         self.extras_fingerprint = fingerprint_of(self._columns["extra_info"], self._columns.get(AGENT_NAME, ()))
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
 
+    @property
+    def sources(self) -> list[str]:
+        """Returns the data_source of each row."""
+        return self._columns["data_source"]
+
+    def sampler_data(self, config: DataConfig) -> SamplerData:
+        """Returns what a sampler reads of the rows."""
+        return SamplerData(
+            num_rows=len(self),
+            sources=self.sources,
+            extra_info=self._columns["extra_info"],
+            seed=config.seed,
+            shuffle=config.shuffle,
+            batch_size=config.train_batch_size,
+            weights={name: source.weight for name, source in sources_of(config).items()},
+        )
+
     def batch(self, indices: np.ndarray) -> DataProto:
         """Returns those rows: `prompts` and `attention_mask` (rows, longest) int64, left padded; object columns `data_source`,
         `ground_truth`, `extra_info`, `raw_prompt` (the text the tokens came from), `raw_chat` (the prompt as the file has it);
-        `agent_name` where the files have it."""
+        `agent_name` where the files have it; `images` where rows have pictures (see `images_column`)."""
         tokens = [self.prompt_ids[index] for index in indices]
         tensors = {
             "prompts": torch.from_numpy(left_padded(tokens, self.pad_id)),
             "attention_mask": torch.from_numpy(left_padded([[1] * len(row) for row in tokens], 0)),
         }
+        if any(self.images):
+            tensors[IMAGES] = images_column([self.images[index] for index in indices])
         return DataProto.from_dict(
             tensors, {key: object_array(column[index] for index in indices) for key, column in self._columns.items()}
         )
@@ -81,6 +116,40 @@ class PromptLoader(ResumableLoader):
     @property
     def extras_fingerprint(self) -> str:
         return self.dataset.extras_fingerprint
+
+    @classmethod
+    def training(cls, dataset: PromptDataset, config: DataConfig) -> PromptLoader:
+        """Returns the loader of training, with the configured sampler.  Raises ConfigError for knobs that it does not have."""
+        sampler = build_sampler(config, dataset.sampler_data(config))
+        return cls(dataset, config.train_batch_size, seed=config.seed, shuffle=config.shuffle, sampler=sampler)
+
+
+def check_sources(config: DataConfig, training: PromptDataset | None, validation: PromptDataset | None) -> None:
+    """Raises ConfigError for settings of sources (data.sources) that no row has, or no row that would read them.
+
+    training: None where nothing trains, and all names may be those of training.
+    """
+    problems, rows = [], {"train": training, "val": validation}
+    every = {source for dataset in rows.values() if dataset is not None for source in dataset.sources}
+    for name, source in sources_of(config).items():
+        if name not in every and training is not None:
+            problems.append(_no_rows(f"data.sources.{name}", "row", name, every))
+            continue
+        for split, dataset in rows.items():
+            set_here = [key for key in READ_BY[split] if getattr(source, key) != getattr(SourceConfig(), key)]
+            if dataset is not None and name not in dataset.sources and set_here:
+                where = f"data.sources.{name}.{set_here[0]}"
+                problems.append(_no_rows(where, f"row of data.{split}_files", name, set(dataset.sources)))
+    if problems:
+        raise ConfigError(problems)
+
+
+READ_BY = {"train": ("weight", "adv_estimator", "adv_kwargs"), "val": ("val_kwargs",)}
+"""Settings of sources that rows of one kind of files alone read."""
+
+
+def _no_rows(key: str, rows: str, name: str, known: set[str]) -> str:
+    return f"{key}: no {rows} has this data_source{suggest(name, sorted(known))}; known: {', '.join(sorted(known))}"
 
 
 def fingerprint_of(*columns: Any) -> str:

@@ -23,6 +23,7 @@ import torch
 from rlhub.config.sections.preference import PreferenceDataConfig
 from rlhub.config.sections.sft import SFTDataConfig
 from rlhub.data.files import DataRow, load_rows
+from rlhub.data.images import ImagePrompts, check_whole
 from rlhub.data.prompts import fingerprint_of
 from rlhub.data.tokenizing import (
     Tokenizer,
@@ -42,6 +43,7 @@ from rlhub.data.tokenizing import (
 )
 from rlhub.errors import DataError
 from rlhub.protocol import DataProto
+from rlhub.protocol.sequences import IMAGES, images_column
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +56,11 @@ TOOLS = "tools"
 
 @dataclass(slots=True, kw_only=True)
 class Demonstration:
-    """Token ids, and for each token 1 if it is learned, else 0."""
+    """Token ids, for each token 1 if it is learned, else 0, and the prompt's pictures by `pack_files`."""
 
     tokens: list[int]
     learned: list[int]
+    images: bytes = b""
 
     def start(self) -> int:
         """Returns the index of the response's first token: the first learned one, but never 0, since nothing predicts token 0."""
@@ -70,11 +73,17 @@ class SFTDataset:
     A row has `config.prompt_key` (text or chat messages) and `config.response_key` (text), or `messages` with at least one
     assistant turn (and `tools`, if it uses some).  The tokens of the response or of the assistant's turns are learned, the
     end-of-sequence token included.  Rows longer than `config.max_length` tokens are an error or cut by `config.truncation`.
-    Raises DataError, which names file, row and column.  vocab_size: see PromptDataset.
+    Raises DataError, which names file, row and column.  vocab_size, reader: see PromptDataset.
     """
 
     def __init__(
-        self, config: SFTDataConfig, files: str | Sequence[str], tokenizer: Tokenizer, *, vocab_size: int | None = None
+        self,
+        config: SFTDataConfig,
+        files: str | Sequence[str],
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int | None = None,
+        reader: ImagePrompts | None = None,
     ) -> None:
         check_policy(config.truncation)
         if tokenizer.eos_token_id is None:
@@ -84,11 +93,16 @@ class SFTDataset:
         column = config.prompt_key
         if config.prompt_key not in rows[0].values and MESSAGES in rows[0].values:
             column, found = MESSAGES, [_of_messages(tokenizer, row) for row in rows]
+            _refuse_pictures(rows, config.prompt_key)
         else:
-            found = _of_pairs(config, tokenizer, rows)
+            found = _of_pairs(config, tokenizer, rows, reader)
         check_vocabulary(rows, column, [item.tokens for item in found], vocab_size)
         self.demonstrations = [_cut(config, row, demonstration) for row, demonstration in zip(rows, found, strict=True)]
-        self.fingerprint = fingerprint_of([(item.tokens, item.learned) for item in self.demonstrations])
+        self.has_images = any(item.images for item in self.demonstrations)
+        images = [item.images for item in self.demonstrations if self.has_images]
+        self.fingerprint = fingerprint_of(
+            [(item.tokens, item.learned) for item in self.demonstrations], *([images] if images else [])
+        )
 
     def __len__(self) -> int:
         return len(self.demonstrations)
@@ -110,16 +124,30 @@ class SFTDataset:
             "input_ids": np.concatenate([prompts, responses], axis=1),
             "attention_mask": np.concatenate([prompt_mask, filled], axis=1),
         }
-        return DataProto.from_dict({key: torch.from_numpy(column) for key, column in columns.items()})
+        tensors = {key: torch.from_numpy(column) for key, column in columns.items()}
+        return DataProto.from_dict(
+            tensors | ({IMAGES: images_column([item.images for item in items])} if self.has_images else {})
+        )
 
 
-def _of_pairs(config: SFTDataConfig, tokenizer: Tokenizer, rows: Sequence[DataRow]) -> list[Demonstration]:
-    _, prompts = encode_prompts(tokenizer, rows, config.prompt_key, None)
+def _refuse_pictures(rows: Sequence[DataRow], prompt_key: str) -> None:
+    """Raises DataError for a whole conversation with pictures."""
+    for row in rows:
+        if row.values.get(IMAGES):
+            raise row.problem(
+                IMAGES, f"a row with pictures needs a prompt (data.prompt_key={prompt_key}) and a response, no {MESSAGES!r}"
+            )
+
+
+def _of_pairs(
+    config: SFTDataConfig, tokenizer: Tokenizer, rows: Sequence[DataRow], reader: ImagePrompts | None
+) -> list[Demonstration]:
+    encoded = encode_prompts(tokenizer, rows, config.prompt_key, None, reader)
     texts = [checked_text(row, config.response_key, row.get(config.response_key)) for row in rows]
     responses = [ended(tokenizer, tokens) for tokens in encode(tokenizer, texts, add_special_tokens=False)]
     return [
-        Demonstration(tokens=[*prompt, *response], learned=[0] * len(prompt) + [1] * len(response))
-        for prompt, response in zip(prompts, responses, strict=True)
+        Demonstration(tokens=[*prompt, *response], learned=[0] * len(prompt) + [1] * len(response), images=images)
+        for prompt, response, images in zip(encoded.ids, responses, encoded.images, strict=True)
     ]
 
 
@@ -192,6 +220,7 @@ def _pieces(tokenizer: Tokenizer, row: DataRow, messages: list[dict[str, Any]]) 
 def _cut(config: SFTDataConfig, row: DataRow, item: Demonstration) -> Demonstration:
     """Cuts a demonstration to `config.max_length`, or raises DataError."""
     size = len(item.tokens)
+    check_whole(row, size, item.images, "data.max_length", config.max_length)
     if size > config.max_length and config.truncation == "error":
         raise DataError(
             f"{row.file}, row {row.number}: {size} tokens exceed data.max_length={config.max_length}; raise it, or set "
@@ -200,6 +229,7 @@ def _cut(config: SFTDataConfig, row: DataRow, item: Demonstration) -> Demonstrat
     cut = Demonstration(
         tokens=list(truncate(item.tokens, config.max_length, config.truncation)),
         learned=list(truncate(item.learned, config.max_length, config.truncation)),
+        images=item.images,
     )
     if 1 not in cut.learned[1:]:
         raise DataError(
@@ -279,16 +309,15 @@ class PreferenceDataset:
 
 def _tokenized(config: PreferenceDataConfig, tokenizer: Tokenizer, rows: Sequence[DataRow]) -> list[Pair]:
     prompted = [_with_prompt(config, row) for row in rows]
-    texts, prompts = encode_prompts(tokenizer, prompted, config.prompt_key, None)
+    encoded = encode_prompts(tokenizer, prompted, config.prompt_key, None)
     answers = [
         _answer(tokenizer, row, column, config.prompt_key, text)
-        for row, text in zip(prompted, texts, strict=True)
+        for row, text in zip(prompted, encoded.texts, strict=True)
         for column in (config.chosen_key, config.rejected_key)
     ]
-    encoded = [ended(tokenizer, tokens) for tokens in encode(tokenizer, answers, add_special_tokens=False)]
+    ids = [ended(tokenizer, tokens) for tokens in encode(tokenizer, answers, add_special_tokens=False)]
     return [
-        Pair(prompt=list(prompt), chosen=encoded[2 * index], rejected=encoded[2 * index + 1])
-        for index, prompt in enumerate(prompts)
+        Pair(prompt=list(prompt), chosen=ids[2 * index], rejected=ids[2 * index + 1]) for index, prompt in enumerate(encoded.ids)
     ]
 
 

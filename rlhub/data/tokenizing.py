@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jinja2
 import numpy as np
 
 from rlhub.data.files import DataRow
+from rlhub.data.images import ImagePrompts, image_parts, row_images
 from rlhub.errors import DataError
+from rlhub.protocol.sequences import IMAGES, pack_files
 
 _BATCH = 1024
 """Texts a call: enough for a fast tokenizer to use its threads."""
@@ -62,9 +65,12 @@ def checked_text(row: DataRow, column: str, value: Any) -> str:
     return value
 
 
-def checked_messages(row: DataRow, column: str, value: Any) -> list[dict[str, Any]]:
+def checked_messages(row: DataRow, column: str, value: Any, *, parts: bool = False) -> list[dict[str, Any]]:
     """Returns `value` as chat messages: a list of {"role": text, "content": text, ...}; null entries (parquet's filling) dropped.
-    A message of nothing but tool calls has an empty content."""
+    A message of nothing but tool calls has an empty content.
+
+    parts: True allows a content that is a list of parts: {"type": "text", "text": text}, or a picture's place {"type": "image"}.
+    """
     messages = list(value) if isinstance(value, (list, tuple, np.ndarray)) else []
     if not messages:
         raise row.problem(column, f"must be chat messages (a list with at least one), got {type(value).__name__} {value!r:.80}")
@@ -74,11 +80,33 @@ def checked_messages(row: DataRow, column: str, value: Any) -> list[dict[str, An
         content = message.get("content")
         if content is None and message.get("tool_calls"):
             content = ""
-        if not isinstance(content, str):
+        if parts and isinstance(content, (list, np.ndarray)) and len(content):
+            _check_parts(row, column, index, content)
+        elif not isinstance(content, str):
             raise row.problem(column, f"message {index}: 'content' must be text, got {type(content).__name__}")
-        if content:
+        elif content:
             checked_text(row, column, content if content.strip() else "blank")
-    return [{"content": "", **{key: item for key, item in message.items() if item is not None}} for message in messages]
+    return [{"content": "", **_without_null(message)} for message in messages]
+
+
+def _without_null(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of a message that are not null, those of the parts of its content too."""
+    found = {key: item for key, item in message.items() if item is not None}
+    if isinstance(found.get("content"), (list, np.ndarray)):
+        found["content"] = [{key: item for key, item in part.items() if item is not None} for part in found["content"]]
+    return found
+
+
+def _check_parts(row: DataRow, column: str, index: int, content: Any) -> None:
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text":
+            checked_text(row, column, part.get("text"))
+        elif kind != "image":
+            raise row.problem(
+                column,
+                f'message {index}: a part of \'content\' must be a {{"type": "text"}} or {{"type": "image"}}, got {part!r:.80}',
+            )
 
 
 def render_chat(
@@ -103,35 +131,64 @@ def render_chat(
     return checked_text(row, column, text)
 
 
+@dataclass(slots=True, kw_only=True)
+class EncodedPrompts:
+    """Prompts as the model reads them: their texts, in which a picture is one token, their token ids, in which it has all of its
+    own, and the pictures' files by `pack_files`, b"" without any."""
+
+    texts: list[str]
+    ids: list[list[int]]
+    images: list[bytes]
+
+
 def encode_prompts(
-    tokenizer: Tokenizer, rows: Sequence[DataRow], column: str, chat_kwargs: Mapping[str, Any] | None
-) -> tuple[list[str], list[list[int]]]:
-    """Returns prompts as the model reads them: `(texts, token ids)`.
+    tokenizer: Tokenizer,
+    rows: Sequence[DataRow],
+    column: str,
+    chat_kwargs: Mapping[str, Any] | None,
+    reader: ImagePrompts | None = None,
+) -> EncodedPrompts:
+    """Returns prompts as the model reads them.  reader: of the pictures in them, if the model reads some.
 
     A text prompt is tokenized as it is, with the special tokens that the tokenizer adds by itself; chat messages go through
     the chat template, whose text already has its special tokens.
     """
     texts: list[str] = []
+    expanded: list[str] = []
     chats: list[bool] = []
-    for row in rows:
+    images = [row_images(row, reader) for row in rows]
+    for row, files in zip(rows, images, strict=True):
         value = row.get(column)
         chats.append(not isinstance(value, (str, float, int)))
         if chats[-1]:
-            messages = checked_messages(row, column, value)
+            messages = checked_messages(row, column, value, parts=True)
+            if reader is not None or any(isinstance(message["content"], list) for message in messages):
+                messages = image_parts(row, column, messages, len(files))
             texts.append(render_chat(tokenizer, row, column, messages, generation=True, kwargs=chat_kwargs))
         else:
             texts.append(checked_text(row, column, value))
+        expanded.append(_expanded(row, texts[-1], files, reader))
     ids: list[list[int]] = [[] for _ in rows]
     for chat in (False, True):
         chosen = [index for index, is_chat in enumerate(chats) if is_chat == chat]
         for index, tokens in zip(
-            chosen, encode(tokenizer, [texts[index] for index in chosen], add_special_tokens=not chat), strict=True
+            chosen, encode(tokenizer, [expanded[index] for index in chosen], add_special_tokens=not chat), strict=True
         ):
             ids[index] = tokens
     for row, tokens in zip(rows, ids, strict=True):
         if not tokens:
             raise row.problem(column, "has no tokens")
-    return texts, ids
+    return EncodedPrompts(texts=texts, ids=ids, images=[pack_files(files) for files in images])
+
+
+def _expanded(row: DataRow, text: str, files: Sequence[bytes], reader: ImagePrompts | None) -> str:
+    """Returns a prompt's text with all image tokens of its pictures."""
+    if not files or reader is None:
+        return text
+    try:
+        return reader.expand(text, files)
+    except ValueError as error:
+        raise row.problem(IMAGES, str(error)) from error
 
 
 def check_vocabulary(rows: Sequence[DataRow], column: str, ids: Sequence[Sequence[int]], vocab_size: int | None) -> None:

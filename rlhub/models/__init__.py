@@ -9,7 +9,9 @@ experts           the weights of a mixture of experts under checkpoint names
 lora              low-rank adapters
 packed_attention  causal attention over packed rows
 prefix_attention  attention over rows that share prefixes
+device_copies     copies between host and device that nobody waits for
 throughput        the floating-point throughput of training
+vision            pictures in the prompts of a language model
 vla/              vision-language-action policies
 megatron/         models of Megatron-core's parts
 """

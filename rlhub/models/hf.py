@@ -4,6 +4,7 @@ files that make saved weights a loadable model."""
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -26,6 +28,7 @@ from rlhub.errors import ConfigError
 from rlhub.models.required_weights import check_files, load_checked
 from rlhub.models.shape import POLICIES, SCALAR_HEAD, ModelKind, reward_problem
 from rlhub.models.tokenizer import load_tokenizer
+from rlhub.models.vision import reads_images
 from rlhub.models.vla.flow import check_flow
 from rlhub.models.vla.policy import complete
 
@@ -45,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 HEAD_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """The settings by which some models change logits after the head's matrix; log-probs computed without them would be wrong."""
+
+SCORE_CAP = "attn_logit_softcapping"
 
 
 def load_config(model: ModelConfig) -> PreTrainedConfig:
@@ -71,15 +76,16 @@ def load_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def build_model(
-    model: ModelConfig, kind: ModelKind, *, dtype: torch.dtype, attention: str, seed: int, empty: bool = False
+    model: ModelConfig, kind: ModelKind, *, dtype: torch.dtype, attention: str | None, seed: int, empty: bool = False
 ) -> PreTrainedModel:
     """Builds a model with the checkpoint's weights in `dtype` on the CPU.
 
-    attention: the name of the attention implementation.
+    attention: the name of the attention implementation; None for the fastest that computes this model.
     seed: determines weights that the checkpoint lacks (a new value head); the process's random state stays unchanged.
     empty: True builds the model on the meta device, without weights.
     """
     config, loader = _config_and_loader(model, kind)
+    attention = attention or _exact_attention(config)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": model.trust_remote_code}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -95,9 +101,12 @@ def build_model(
         check_flow(built.config, vla) if is_flow else complete(built, vla, model.path)
     # Padding never reaches the model, but a policy may write the padding token: its row has a gradient like any other's.
     built.get_input_embeddings().padding_idx = None
-    if model.enable_gradient_checkpointing and not is_flow:  # its words and pictures reach the actions by the key-value cache
-        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built.train()
+
+
+def _exact_attention(config: PreTrainedConfig) -> str | None:
+    """Returns `eager` for a model with capped scores, which sdpa computes without the cap, or None for transformers' choice."""
+    return "eager" if getattr(config.get_text_config(), SCORE_CAP, None) else None
 
 
 def _check_head(built: PreTrainedModel, kind: ModelKind) -> None:
@@ -125,16 +134,21 @@ def _config_and_loader(model: ModelConfig, kind: ModelKind) -> tuple[PreTrainedC
     if kind == "reward" and (problem := reward_problem(str(model.path), config.architectures or [], config.num_labels)):
         raise ConfigError(problem)
     if kind in POLICIES:
-        return config, policy_loader(model)
+        return config, policy_loader(model, config)
+    if reads_images(config):
+        raise ConfigError(
+            f"{model.path!r} is a {config.model_type}, which reads images, and no {kind} model does; use an estimator without a "
+            "critic (algorithm.adv_estimator=grpo), or name a text model"
+        )
     if model.vla:
         raise ConfigError(f"no {kind} model reads images; for a critic of a policy with model.vla set model.vla.value_head=True")
     config.num_labels = 1
     return config, AutoModelForSequenceClassification
 
 
-def policy_loader(model: ModelConfig) -> Any:
+def policy_loader(model: ModelConfig, config: PreTrainedConfig) -> Any:
     """Returns the transformers class that loads the policy of this section."""
-    return AutoModelForImageTextToText if model.vla else AutoModelForCausalLM
+    return AutoModelForImageTextToText if model.vla or reads_images(config) else AutoModelForCausalLM
 
 
 def _refuse_transformed_logits(model: PreTrainedModel) -> None:
@@ -162,8 +176,8 @@ def transformer_layers(model: PreTrainedModel) -> list[nn.Module]:
 def save_sidecars(model: ModelConfig, folder: Path, kind: ModelKind = "policy", *, dtype: torch.dtype | None = None) -> None:
     """Writes the files without which weights do not load as a Hugging Face model into `folder`, which it creates.
 
-    They are config.json with the overrides, generation_config.json if the model has one, and the tokenizer with its chat
-    template.  Call on one rank.
+    They are config.json with the overrides, generation_config.json if the model has one, the tokenizer with its chat template,
+    and the image processor of a model that reads images.  Call on one rank.
 
     kind: the kind of model; a value or reward model loads as a sequence classifier with one label.
     dtype: the dtype of the weights, in which transformers loads them; None keeps that of the model's configuration.
@@ -182,6 +196,9 @@ def save_sidecars(model: ModelConfig, folder: Path, kind: ModelKind = "policy", 
     except OSError:  # the model has no generation settings of its own: then neither has the copy
         (folder / "generation_config.json").unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
+    if reads_images(config):
+        with suppress(OSError):  # a policy of actions reads plain pixels, so its model may have none
+            AutoImageProcessor.from_pretrained(model.path).save_pretrained(folder)
 
 
 def _as_classifier(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

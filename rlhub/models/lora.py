@@ -8,14 +8,17 @@ takes as long to load as the rest of rlhub.
 
 from __future__ import annotations
 
-import re
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
@@ -25,8 +28,11 @@ from rlhub.models.shape import POLICIES
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+SIDES: tuple[Literal["A", "B"], ...] = ("A", "B")
 ADAPTER = "default"  # peft's own name for the only adapter
 PEFT_MODEL = "base_model.model."  # where peft.PeftModel keeps the model it wraps; its files name tensors from there
+VARIANTS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication")
+"""Entries of peft's adapter_config.json that change what the adapters compute."""
 TASKS: dict[ModelKind, str] = {
     "policy": "CAUSAL_LM",
     "value": "SEQ_CLS",
@@ -86,15 +92,70 @@ def _targets(model: nn.Module, config: ModelConfig, head: nn.Module | None) -> l
     if config.target_modules == "all-linear":
         return linears
     wanted = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
-    unknown = [target for target in wanted if not any(_is_called(name, target) for name in linears)]
+    unknown = [target for target in wanted if not any(is_adapted(name, [target]) for name in linears)]
     if unknown or not wanted:
         known = sorted({name.rpartition(".")[2] for name in linears})
         raise ConfigError(f"model.target_modules: no linear layer is named {unknown}; the model has {', '.join(known)}")
-    return [name for name in linears if any(_is_called(name, target) for target in wanted)]
+    return [name for name in linears if is_adapted(name, wanted)]
 
 
-def _is_called(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+def scaling_of(config: ModelConfig) -> float:
+    """Returns the factor alpha / rank of the adapters' output."""
+    return config.lora_alpha / config.lora_rank
+
+
+def is_adapted(name: str, targets: str | Sequence[str]) -> bool:
+    """Returns whether target_modules selects the linear layer of this name."""
+    if targets == "all-linear":
+        return True
+    wanted = [targets] if isinstance(targets, str) else targets
+    return any(name == target or name.endswith(f".{target}") for target in wanted)
+
+
+def saved_name(layer: str, side: Literal["A", "B"]) -> str:
+    """Returns the name of a layer's A (rank, in) or B (out, rank) in peft's adapter_model.safetensors."""
+    return f"{PEFT_MODEL}{layer}.lora_{side}.weight"
+
+
+def load_adapter(model: nn.Module, config: ModelConfig, kind: ModelKind) -> None:
+    """Fills the adapters, and a scalar head, from the files of model.lora_adapter_path."""
+    names, parameters = saved_names(model, kind), dict(model.named_parameters())
+    shapes = {saved: tuple(parameters[name].shape) for name, saved in names.items()}
+    tensors = read_adapter(config, shapes)
+    with torch.no_grad():
+        for name, saved in names.items():
+            parameters[name].copy_(tensors[saved])
+
+
+def read_adapter(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Reads the tensors of model.lora_adapter_path by their names in the file.
+
+    shapes: those that the model has.  Raises ConfigError for files that cannot be read, or whose adapter is not of the settings'
+    rank, scale and layers, or of a kind other than plain LoRA.
+    """
+    assert config.lora_adapter_path is not None
+    folder = Path(config.lora_adapter_path).expanduser()
+    try:
+        settings: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "adapter_model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"model.lora_adapter_path={folder} is no adapter in peft's format: {error}") from error
+    problems = [
+        f"model.{key}={here} must be {settings.get(name)}, as the adapter was trained"
+        for key, name, here in (("lora_rank", "r", config.lora_rank), ("lora_alpha", "lora_alpha", config.lora_alpha))
+        if settings.get(name) != here
+    ]
+    problems += [f"it has {name}={settings[name]}, and only plain LoRA is known" for name in VARIANTS if settings.get(name)]
+    if differing := sorted(shapes.keys() ^ tensors.keys()):
+        problems.append(f"model.target_modules selects other layers than the adapter has: {differing[0]} is in one alone")
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)}, not {shape}; it belongs to another model"
+        for name, shape in shapes.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ][:1]
+    if problems:
+        raise ConfigError([f"model.lora_adapter_path={folder}: {problem}" for problem in problems])
+    return tensors
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -143,16 +204,17 @@ def lora_names(model: nn.Module) -> list[LoraNames]:
 def saved_names(model: nn.Module, kind: ModelKind) -> dict[str, str]:
     """Maps the name of each trained weight (adapters, scalar head) in the model to its name in peft's
     adapter_model.safetensors."""
-    names = [name for layer in lora_names(model) for name in (layer.lora_a, layer.lora_b)]
-    saved = {name: PEFT_MODEL + re.sub(rf"\.{ADAPTER}\.weight$", ".weight", name) for name in names}
+    saved: dict[str, str] = {}
+    for name, _ in lora_layers(model):
+        saved |= {f"{name}.lora_{side}.{ADAPTER}.weight": saved_name(name, side) for side in SIDES}
     return saved | ({f"{SCALAR_HEAD}.weight": f"{PEFT_MODEL}{SCALAR_HEAD}.weight"} if kind not in POLICIES else {})
 
 
-def saved_config(model: nn.Module, config: ModelConfig, kind: ModelKind) -> dict[str, Any]:
-    """Returns the content of peft's adapter_config.json, JSON-able."""
+def saved_config(layers: Iterable[str], config: ModelConfig, kind: ModelKind) -> dict[str, Any]:
+    """Returns the content of peft's adapter_config.json, JSON-able.  layers: the names of the adapted layers."""
     lora = _peft_config(
         config,
-        [name for name, _ in lora_layers(model)],
+        list(layers),
         task_type=TASKS[kind],
         base_model_name_or_path=config.path,
         modules_to_save=[SCALAR_HEAD] if kind not in POLICIES else None,

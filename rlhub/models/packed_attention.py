@@ -2,13 +2,16 @@
 
 Rows of similar length are gathered into a few right-padded batches and go through the ordinary causal kernel: a real query
 never attends to the padding on its right, so the result is exact without any mask but that of a sliding window.  The plan is made
-once per micro-batch, and all layers use it.  On CUDA with half precision the variable-length kernel needs no padding at all.
+once per micro-batch, and all layers use it.  On CUDA with half precision the variable-length kernel, FlashAttention 2 or where
+it is installed 3, needs no padding at all.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,12 +23,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rlhub.errors import EngineError
+from rlhub.models.device_copies import to_device
+
+logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "rlhub_packed"
+TRANSFORMED_SCORES = ("softcap", "s_aux")
+"""Arguments of attention functions that change the scores (Gemma 2, gpt-oss), which no kernel for packed rows follows."""
+FA3_PACKAGE, HOPPER = "flash_attn_interface", 9
+"""FlashAttention 3, and the GPUs (by compute capability) that it is for."""
 NEW_GROUP_RATIO = 0.75  # a row shorter than this share of its group's longest opens a new group ...
 MIN_GROUP_TOKENS = 1024  # ... once the group is worth a kernel call of its own
-GROUPED = "enable_gqa"
-"""The argument by which the variable-length kernel takes fewer key-value heads than queries; torch 2.11 takes them without it."""
+TAKES_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether the variable-length kernel has an argument for fewer key-value heads than queries; torch 2.11 takes them without."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +85,7 @@ def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPla
             gather=None,
             restore=None,
             padding=None,
-            boundaries=boundaries.to(device),
+            boundaries=to_device(boundaries, device),
             longest=longest,
             num_tokens=starts[-1],
         )
@@ -95,10 +105,10 @@ def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPla
     padding = (~real).nonzero().squeeze(1)
     return AttentionPlan(
         shapes=shapes,
-        gather=gather.to(device),
-        restore=restore.to(device),
-        padding=padding.to(device),
-        boundaries=boundaries.to(device),
+        gather=to_device(gather, device),
+        restore=to_device(restore, device),
+        padding=to_device(padding, device),
+        boundaries=to_device(boundaries, device),
         longest=longest,
         num_tokens=starts[-1],
     )
@@ -146,7 +156,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     packing: AttentionPlan | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention with the signature of transformers' attention functions; returns (1, tokens, heads, width).
 
@@ -154,15 +164,46 @@ def packed_attention(
     key, value: (1, kv heads, tokens, width).
     packing: the plan of the rows.
     sliding_window: the number of tokens that a token attends to, itself included; None for all before it.
+    Raises EngineError where the model does not pass the plan, or its attention changes the scores.
     """
     if packing is None or packing.num_tokens != query.shape[2]:
         raise EngineError(
             f"packed attention was given no plan for its {query.shape[2]} tokens: this model does not pass attention arguments "
             "through; set model.use_remove_padding=False"
         )
+    refuse_arguments(others, TRANSFORMED_SCORES, "packed attention", "model.use_remove_padding=False")
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     window = None if sliding_window is None or sliding_window >= packing.longest else sliding_window
     return attend_packed(query, key, value, packing, scaling=scaling, dropout=dropout, window=window)[None], None
+
+
+def refuse_arguments(given: Mapping[str, Any], names: Sequence[str], kernel: str, remedy: str) -> None:
+    """Raises EngineError where a model gives its attention function an argument that the kernel does not follow."""
+    if asked := [name for name in names if isinstance(given.get(name), Tensor) or given.get(name)]:
+        raise EngineError(f"the model's attention asks for {', '.join(asked)}, which {kernel} does not compute; set {remedy}")
+
+
+def has_kernel(query: Tensor) -> bool:
+    """Returns whether the kernel for unpadded rows computes these queries."""
+    return query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
+
+
+def use_flash_attention_3(device: torch.device) -> bool:
+    """Switches the kernel for unpadded rows to FlashAttention 3 for the whole process; returns whether it is.
+
+    It needs a Hopper GPU, the package flash_attn_interface, and a torch that can switch (2.11 or later).
+    """
+    switch = vars(torch.nn.attention).get("activate_flash_attention_impl")
+    if device.type != "cuda" or switch is None or importlib.util.find_spec(FA3_PACKAGE) is None:
+        return False
+    if torch.cuda.get_device_capability(device)[0] != HOPPER:
+        return False
+    try:
+        switch("FA3")
+    except (ImportError, RuntimeError) as error:
+        logger.warning("%s is installed and cannot be used (%s): attention runs on FlashAttention 2", FA3_PACKAGE, error)
+        return False
+    return True
 
 
 def attend_packed(
@@ -182,7 +223,7 @@ def attend_packed(
     scaling: the factor of the scores; None is 1 / sqrt(width).
     window: the number of tokens that a token attends to, itself included; None for all before it.
     """
-    if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
+    if has_kernel(query) and dropout == 0.0:
         return _variable_length(query, key, value, plan, scaling, window)
     tokens = [query, key, value]
     if plan.gather is not None and plan.restore is not None:
@@ -241,8 +282,8 @@ def variable_length(
     q, k, v = (tensor.contiguous() for tensor in (query, key, value))
     before = -1 if window is None else window - 1  # the kernel counts the tokens before a token, -1 for all
     options: dict[str, Any] = {"scale": scaling, "window_size": (before, 0)}
-    if GROUPED in inspect.signature(varlen_attn).parameters:
-        options[GROUPED] = q.shape[1] != k.shape[1]
+    if TAKES_GROUPED:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
     out = varlen_attn(q, k, v, *bounds, *longest, **options)
     assert isinstance(out, Tensor)
     return out

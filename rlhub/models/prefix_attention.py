@@ -23,12 +23,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rlhub.errors import EngineError
-from rlhub.models.packed_attention import MIN_GROUP_TOKENS, NEW_GROUP_RATIO, variable_length
+from rlhub.models.device_copies import to_device
+from rlhub.models.packed_attention import MIN_GROUP_TOKENS, NEW_GROUP_RATIO, TRANSFORMED_SCORES, refuse_arguments, variable_length
 
 PREFIX_ATTENTION = "rlhub_prefix"
 MIXED_SCORES = 1 << 17
 """The most scores of a batch whose prefixes differ in length, which needs a mask for each row."""
-REFUSED = ("dropout", "softcap", "s_aux")
+REFUSED = ("dropout", *TRANSFORMED_SCORES)
 """Arguments of attention functions that the kernels here do not follow."""
 
 
@@ -105,10 +106,10 @@ def plan_prefix_attention(chains: Sequence[Tensor], shared: Sequence[int], devic
     lengths = [len(chain) for chain in chains]
     return PrefixPlan(
         batches=batches,
-        queries=torch.cat(queries).to(device),
-        keys=torch.cat(keys).to(device),
-        restore=restore.to(device),
-        chains=torch.cat(list(chains)).to(device),
+        queries=to_device(torch.cat(queries), device),
+        keys=to_device(torch.cat(keys), device),
+        restore=to_device(restore, device),
+        chains=to_device(torch.cat(list(chains)), device),
         query_bounds=_bounds(own, device),
         key_bounds=_bounds(lengths, device),
         longest=(max(own), max(lengths)),
@@ -124,11 +125,11 @@ def _padded(chain: Tensor, batch: Batch, shared: int) -> Tensor:
 def _batch(prefixes: list[int], own: list[int], device: torch.device) -> Batch:
     longest = max(prefixes)
     ends = torch.tensor([longest - prefix for prefix in prefixes])
-    return Batch(rows=len(own), prefix=longest, own=max(own), ends=ends.to(device) if bool(ends.any()) else None)
+    return Batch(rows=len(own), prefix=longest, own=max(own), ends=to_device(ends, device) if bool(ends.any()) else None)
 
 
 def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 def batch_rows(own: Sequence[int], shared: Sequence[int]) -> list[list[int]]:
@@ -198,11 +199,7 @@ def _checked(packing: PrefixPlan | None, num_tokens: int, others: Mapping[str, A
             f"prefix attention was given no plan for its {num_tokens} tokens: this model does not pass attention arguments "
             "through; set actor.prefix_packing=false"
         )
-    if asked := [name for name in REFUSED if isinstance(found := others.get(name), Tensor) or found]:
-        raise EngineError(
-            f"the model's attention asks for {', '.join(asked)}, which prefix attention does not compute; "
-            "set actor.prefix_packing=false"
-        )
+    refuse_arguments(others, REFUSED, "prefix attention", "actor.prefix_packing=false")
     return packing
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhub.config.sections.training import Recompute
 from rlhub.errors import ConfigError
 
 ModelKind = Literal["policy", "value", "reward", "vla"]
@@ -87,22 +88,28 @@ class ModelShape:
         weights = self.num_matmul_params - (0 if head else self.vocab_size * self.hidden_size)
         return num_tokens * (2.0 * weights + attention)
 
-    def activation_bytes(self, num_tokens: float, item_bytes: int, *, checkpointing: bool) -> tuple[float, float]:
+    def activation_bytes(self, num_tokens: float, item_bytes: int, *, recompute: Recompute) -> tuple[float, float]:
         """Returns the bytes that a forward pass over `num_tokens` tokens keeps for its backward pass, and those that a layer's
         backward pass adds to them; both without the head's.
 
         A layer keeps for each token what its matrices and products read: three tensors of each norm, whose input is in float32,
         the queries, keys, values and output of an attention kernel that keeps no scores, and four tensors of the MLP, as in
         Korthikanti et al. (arXiv 2205.05198, section 4).  Its backward pass adds gradients of half the norms' and MLP's size.
-        item_bytes: bytes of an activation.  checkpointing: True keeps the input of each layer, and computes one layer again.
+        item_bytes: bytes of an activation.  recompute: full keeps the input of each layer, selective also the results of products
+            and attention; one layer's rest is computed again.
         """
         norms = 2 * self.hidden_size * (4 + 2 * item_bytes)
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * item_bytes
         mlp = 4 * self.mlp_columns / self.num_layers * item_bytes
         layer, gradients = norms + attention + mlp, norms / 2 + mlp / 2
-        if checkpointing:
-            return num_tokens * self.num_layers * self.hidden_size * item_bytes, num_tokens * (layer + gradients)
-        return num_tokens * self.num_layers * layer, num_tokens * gradients
+        if recompute == "none":
+            return num_tokens * self.num_layers * layer, num_tokens * gradients
+        columns = self.hidden_size
+        if recompute == "selective":
+            columns += 2 * self.hidden_size + 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+            columns += 2 * self.mlp_columns // self.num_layers
+        kept = columns * item_bytes
+        return num_tokens * self.num_layers * kept, num_tokens * (layer - kept + self.hidden_size * item_bytes + gradients)
 
 
 def read_model_values(path: str | Path, override_config: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -14,27 +14,28 @@ from rlhub.pipeline.graph import Pipeline
 # of rows that train, loss_mask those of them that a correction keeps: none is ever written again.  Who reads row_order waits
 # until the rows are with the ranks that train on them.
 TOKENS = "input_ids attention_mask"
+PICTURES = "pixel_values? images?"
 FIELDS = "data_source? ground_truth? extra_info?"
 ROWS = "uid ordinal? sample_index episode_id? prompt_length? response_length"
 CALLS = "episode? call? terminated? next_values?"
-SAMPLED = f"{TOKENS} pixel_values? prompts? responses response_mask finish_reason {ROWS} {FIELDS} {CALLS} " + (
-    "rollout_log_probs policy_version? given_rewards? added_rewards? tool_rewards?"
+SAMPLED = f"{TOKENS} {PICTURES} prompts? responses response_mask finish_reason {ROWS} {FIELDS} {CALLS} " + (
+    "rollout_log_probs policy_version? given_rewards? added_rewards? tool_rewards? estimator?"
 )
 TEXT = f"{TOKENS} responses response_mask {ROWS} {FIELDS}"
 SCORES = "scores valid configured_scores? token_level_scores? baseline_rewards? group_metric? reward/*?"
 MODEL = f"{TOKENS} response_mask"
-DEMONSTRATIONS = f"{MODEL} frame?"
+DEMONSTRATIONS = f"{MODEL} frame? images?"
 PAIRS = f"{MODEL} margin?"
 ESTIMATED = "advantages? returns? learn_mask?"
 PLACES = "row_order mini_batch critic_mini_batch?"
-DEALT = f"{MODEL} pixel_values? row_order"
-SCORED = f"{SCORES} given_rewards? added_rewards? response_mask finish_reason {ROWS} {CALLS} row_order"
+DEALT = f"{MODEL} {PICTURES} row_order"
+SCORED = f"{SCORES} given_rewards? added_rewards? response_mask finish_reason {ROWS} {CALLS} estimator? row_order"
 PREDICTED = "values? old_log_probs? ref_log_prob? sum_pi_squared? rollout_log_probs policy_version?"
 VALUE = f"{TOKENS} learn_mask critic_mini_batch values returns"
 CORRECTION = "sample_index learn_mask advantages old_log_probs? rollout_log_probs"
 SELECTION = f"{CORRECTION} loss_mask? mini_batch step"
 POLICY = (
-    f"{TOKENS} pixel_values? mini_batch advantages learn_mask loss_mask? importance_weights? selected? "
+    f"{TOKENS} {PICTURES} mini_batch advantages learn_mask loss_mask? importance_weights? selected? "
     "old_log_probs? rollout_log_probs ref_log_prob? policy_version?"
 )
 

@@ -96,6 +96,7 @@ ordinal             int64(rows)              sample               the prompt's n
 uid                 int64(rows)              sample               the group of samples of one prompt, from 0
 sample_index        int64(rows)              sample               the row's number as it was drawn, from 0
 episode_id          int64(rows)              sample               the number of the row's episode, where some have several rows
+estimator           int64(rows)              sample               whose advantage estimator: 0 the run's, else a data source's
 prompt_length       int64(rows)              sample               tokens of the prompt
 response_length     int64(rows)              sample               tokens of the response
 episode             int64(rows)              sample               the episode of a policy's call, from 0
@@ -119,6 +120,7 @@ mini_batch          int64(rows)              balance              the optimizer 
 critic_mini_batch   int64(rows)              balance              the same for the critic
 frame               int64(rows)              next_batch           the number of a recorded frame, whose pictures the workers read
 margin              float64(rows)            next_batch           by how much the chosen response of a pair is better
+images              uint8(rows pixel)        sample               the prompt's pictures: the bytes of their image files
 # of a token
 prompts             int32(rows prompt)       sample               the prompt's tokens
 responses           int32(rows response)     sample               the tokens of the response, those of tools and users included

@@ -6,15 +6,19 @@ padding.  Stored are jagged columns of the narrowest type: the tokens of prompt 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from rlhub.protocol.columns import dense_rows, jagged
+from rlhub.protocol.columns import dense_rows, jagged, take_rows
 
 PROMPTS, RESPONSES = "prompts", "responses"
 INPUT_IDS, ATTENTION_MASK = "input_ids", "attention_mask"
+IMAGES = "images"
+"""The column of the pictures of prompts: jagged uint8 (rows, bytes), the image files of a row by `pack_files`."""
+SIZE = struct.Struct("<I")  # of a file in front of its bytes
 MASKS = ("response_mask", "learn_mask", "loss_mask", "selected")
 VERSIONS = ("policy_version", "staleness")
 PER_TOKEN = frozenset(
@@ -86,3 +90,35 @@ def _pad(column: Tensor) -> Tensor:
     padded = torch.zeros((len(lengths), longest, *values.shape[1:]), dtype=whole.dtype)
     padded[places] = whole
     return padded
+
+
+def pack_files(files: Sequence[bytes]) -> bytes:
+    """Returns the bytes of a row's files one after another, each after its size."""
+    return b"".join(SIZE.pack(len(file)) + file for file in files)
+
+
+def unpack_files(packed: bytes) -> list[bytes]:
+    """Returns the files that `pack_files` has put together."""
+    found, start = [], 0
+    while start < len(packed):
+        start, stop = start + SIZE.size, start + SIZE.size + SIZE.unpack_from(packed, start)[0]
+        found.append(packed[start:stop])
+        start = stop
+    return found
+
+
+def images_column(rows: Sequence[bytes]) -> Tensor:
+    """Returns the column IMAGES of these rows, each of packed files or empty."""
+    values = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8) if any(rows) else torch.zeros(0, dtype=torch.uint8)
+    return jagged(values, torch.tensor([len(row) for row in rows]))
+
+
+def images_of(column: Tensor) -> list[bytes]:
+    """Returns the packed files of each row of the column IMAGES."""
+    values, lengths = dense_rows(column)
+    return [part.numpy().tobytes() for part in torch.split(values.cpu(), lengths.tolist())]
+
+
+def repeat_rows(column: Tensor, times: int) -> Tensor:
+    """Returns the column with each row `times` times, copies side by side."""
+    return take_rows(column, torch.arange(len(column)).repeat_interleave(times))

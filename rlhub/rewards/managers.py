@@ -42,16 +42,21 @@ DEFAULT_TARGET = "rlhub.rewards.registry:compute_score"
 
 
 def build_reward_manager(
-    reward_model: RewardModelConfig, custom: CustomRewardConfig, tokenizer: Decoder, max_response_length: int
+    reward_model: RewardModelConfig,
+    custom: CustomRewardConfig,
+    tokenizer: Decoder,
+    max_response_length: int,
+    sources: Mapping[str, str] | None = None,
 ) -> RewardManager:
     """Builds the configured manager.  Starts a child process and loads the reward function in it; `close()` ends it.
 
+    sources: the functions of data sources that have their own, which a process loads with their first row.
     Raises ConfigError for an unknown manager or knob and for a function that cannot be loaded.
     """
     name = reward_model.reward_manager
     where = "reward_model.reward_kwargs"
     knobs = knobs_for(REWARD_MANAGERS.knobs_class(name), reward_model, reward_model.reward_kwargs, where=where)
-    pool = reward_function(reward_model, custom).pool()
+    pool = reward_function(reward_model, custom, sources).pool()
     parts = ManagerParts(
         pool=pool,
         tokenizer=tokenizer,
@@ -71,10 +76,16 @@ def build_reward_manager(
     return manager
 
 
-def reward_function(reward_model: RewardModelConfig, custom: CustomRewardConfig) -> RewardFunction:
-    """Returns the configured function with the limits of its processes.  Raises ConfigError where its file does not exist."""
+def reward_function(
+    reward_model: RewardModelConfig, custom: CustomRewardConfig, sources: Mapping[str, str] | None = None
+) -> RewardFunction:
+    """Returns the configured function with the limits of its processes.  Raises ConfigError where its file does not exist.
+
+    sources: the functions of data sources that have their own.
+    """
     return RewardFunction(
         target=reward_target(custom),
+        sources=sources or {},
         num_workers=reward_model.num_workers,
         timeout_s=reward_model.timeout_s,
         memory_gb=reward_model.memory_gb,

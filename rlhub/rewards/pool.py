@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,6 +54,7 @@ class RewardFunction:
     """
 
     target: str
+    sources: Mapping[str, str] = field(default_factory=dict)
     num_workers: int | None = None
     timeout_s: float = 30.0
     memory_gb: float = 4.0
@@ -64,6 +65,7 @@ class RewardFunction:
         number, more = divmod(self.num_workers or default_num_workers(), num_shares)
         return RewardPool(
             self.target,
+            sources=self.sources,
             num_workers=max(1, number + (share < more)),
             timeout_s=self.timeout_s,
             memory_gb=self.memory_gb,
@@ -78,16 +80,18 @@ class RewardPool:
         self,
         target: str,
         *,
+        sources: Mapping[str, str] | None = None,
         num_workers: int | None = None,
         timeout_s: float = 30.0,
         memory_gb: float = 4.0,
         env: Sequence[str] = (),
     ) -> None:
-        """timeout_s: seconds for one sample, without the time of imports; memory_gb: address space of one process, in GiB;
-        num_workers: largest number of processes, which start as needed; env: environment variables that the function may read
-        although they look like secrets."""
+        """sources: by data_source, the function that scores its samples instead.  timeout_s: seconds for one sample, without the
+        time of imports; memory_gb: address space of one process, in GiB; num_workers: largest number of processes, which start as
+        needed; env: environment variables that the function may read although they look like secrets."""
         access = Access(setting="custom_reward_function.env", env=tuple(env))
         self._target, self._may_fail = target, faults.may_strike("reward.call")
+        self._sources = dict(sources or {})
         self._pool = KillablePool(
             *self._in_child(), num_workers=num_workers, timeout_s=timeout_s, memory_gb=memory_gb, access=access
         )
@@ -102,18 +106,26 @@ class RewardPool:
         max_failures: after more failures the other requests are skipped; None: all are scored.
         """
         calls = [_arguments(request) for request in requests]
-        if self._may_fail:
-            struck = faults.at("reward.call") if calls else None
+        if self._names_target:
+            struck = faults.at("reward.call") if calls and self._may_fail else None
             calls = [
-                {"target": self._target, "fault": struck if number == 0 else None, "arguments": call}
-                for number, call in enumerate(calls)
+                {"target": self._target_of(request), "fault": struck if number == 0 else None, "arguments": call}
+                for number, (request, call) in enumerate(zip(requests, calls, strict=True))
             ]
         outcomes = self._pool.map(calls, max_failures=max_failures)
         return [read_outcome(outcome) for outcome in outcomes]
 
+    @property
+    def _names_target(self) -> bool:
+        """Returns whether each call names its function: where sources have their own, or faults are planned."""
+        return self._may_fail or bool(self._sources)
+
+    def _target_of(self, request: RewardRequest) -> str:
+        return self._sources.get(request.data_source, self._target)
+
     def _in_child(self) -> tuple[str, tuple[str, ...]]:
-        """Returns the function that the processes load and its parameters; with a fault plan, the function that follows it."""
-        return (faults.FAULTY_CALL, faults.FAULTY_CALL_PARAMETERS) if self._may_fail else (self._target, PARAMETERS)
+        """Returns the function that the processes load and its parameters; one that calls others, where calls name theirs."""
+        return (faults.FAULTY_CALL, faults.FAULTY_CALL_PARAMETERS) if self._names_target else (self._target, PARAMETERS)
 
     def close(self) -> None:
         self._pool.close()

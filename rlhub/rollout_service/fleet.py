@@ -108,7 +108,7 @@ class Fleet:
     async def add(self, name: str) -> None:
         """Starts a replica; it serves when it has the newest weights.  Raises the errors of its start."""
         self.raise_failure()
-        if self.knows(name):
+        if name in self.names:
             raise EngineError(f"there is a replica {name!r} already; replicas: {', '.join(self.replicas)}")
         self._starting_names.add(name)
         try:
@@ -116,20 +116,39 @@ class Fleet:
         finally:
             self._starting_names.discard(name)
 
-    def knows(self, name: str) -> bool:
-        """Returns whether a replica with this name runs or is starting."""
-        return name in self.replicas or name in self._starting_names
+    @property
+    def starting(self) -> frozenset[str]:
+        """Returns the names of the replicas that start, or start again, and do not run."""
+        return frozenset(self._starting_names - self.replicas.keys())
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Returns the names of all replicas, which no other may get."""
+        return self.starting | self.replicas.keys()
+
+    @property
+    def is_paused(self) -> bool:
+        """Returns whether all replicas are paused, by `pause`."""
+        return self._paused
 
     async def remove(self, name: str) -> None:
-        """Lets a replica finish its requests, then ends it.  Requests that are not done within drain_s move to other replicas."""
+        """Lets a replica finish its requests, and those of views that pin it, then ends it.  Requests that are not done within
+        drain_s move to other replicas."""
         replica = self._find(name)
         replica.state = "leaving"
         self._notify()
         try:
-            await asyncio.wait_for(replica.idle.wait(), self.limits.drain_s)
+            if not await asyncio.wait_for(self._drained(replica), self.limits.drain_s):
+                return
         except TimeoutError:
             logger.warning("replica %s still has %d requests; they go to other replicas", name, replica.requests)
         await self._end(replica)
+
+    async def _drained(self, replica: Replica) -> bool:
+        """Waits until no request or pin needs the replica.  Returns False where it has died meanwhile."""
+        while replica.state != "dead" and (replica.requests or replica.pins):
+            await (replica.idle.wait() if replica.requests else self._changed.wait())
+        return replica.state != "dead"
 
     async def restart(self, name: str) -> None:
         """Replaces a replica by a new one, without counting as one of its restarts.  If the start fails, it is repeated as after
@@ -339,6 +358,8 @@ class Fleet:
         except (WorkerDiedError, DeadlineError) as error:
             self.lost(replica, error)
         except RlhubError as error:
+            if replica.state == "dead":  # it was removed, and its engine ended in the middle of the update
+                return
             engine_failed = isinstance(error, WorkerError) and await self.check_status(replica) is None
             self.lost(replica, error)  # it must not serve weights that are not whole
             if not engine_failed:

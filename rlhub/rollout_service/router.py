@@ -25,6 +25,7 @@ from rlhub.agents.remote.streaming import StreamedRequest
 from rlhub.agents.workflows.base import Generated, RemoteGeneration
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import DeadlineError, EngineError, WorkerDiedError, WorkerError
+from rlhub.rollout_service.elastic import ReplicaLoad
 from rlhub.rollout_service.fleet import Fleet, FleetLimits, StartReplica
 from rlhub.rollout_service.replica import Replica
 from rlhub.rollout_service.server import UpdateReport
@@ -175,6 +176,7 @@ class Router:
         """Counts the tokens of a request. lost_tokens is an estimate: the time of the failed attempts at the speed of the
         successful one."""
         sampled = found.num_tokens if isinstance(found, Generated) else len(found.token_ids)
+        self.counts["completed"] += 1
         self.counts["tokens"] += sampled
         if wasted_s:
             self.counts["lost_tokens"] += min(sampled, round(sampled * wasted_s / max(seconds, 1e-6)))
@@ -259,6 +261,19 @@ class Router:
                 raise EngineError(f"no replica has version {version} ({held}); pin a version before the next one is published")
             await self.fleet.changed()
 
+    def load(self, places: int, at: float) -> ReplicaLoad:
+        """Returns the load at the time `at` for the rule of elastic.py.  places: the requests that a replica runs at once."""
+        replicas, newest = self.fleet.replicas.values(), self.fleet.newest
+        running = sum(min(replica.requests, places) for replica in replicas)
+        return ReplicaLoad(
+            at=at,
+            replicas=sum(replica.state != "leaving" for replica in replicas) + len(self.fleet.starting),
+            waiting=self._num_running - running,
+            running=running,
+            completed=self.counts["completed"],
+            publication=newest.number if newest is not None else None,
+        )
+
     def metrics(self) -> dict[str, float]:
         """Returns the counts since the start, and the times of the last weight update."""
         pauses = [report.pause_s for _, report in self.fleet.updates]
@@ -266,7 +281,7 @@ class Router:
         metrics = {f"rollout/{name}": float(self.counts[name]) for name in ("requests", "tokens", "retries", "lost_tokens")}
         metrics |= {f"rollout/replica_{name}": float(self.fleet.counts[name]) for name in ("deaths", "restarts")}
         metrics |= {
-            "rollout/num_replicas": float(len(replicas)),
+            "rollout/replicas": float(len(replicas)),
             "rollout/requests_under_way": float(self._num_running),
         }
         if pauses:

@@ -2,7 +2,7 @@
 
 It is the worker of an asyncio actor, so its methods run concurrently on one event loop: requests stream into the engine's
 continuous batch while new weights are read.  Blocking work (building, reading, pausing) runs in threads.  Generation pauses only
-while new weights are copied; waiting for the files and checking them happens before.
+while new weights are exchanged with the live ones, or copied; getting and checking them happens before.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import os
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from rlhub.agents.remote.streaming import TokenStreams
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
-from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams
+from rlhub.engines.rollout.base import Completion, ExternalWeights, GenerationRequest, Progress, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.errors import EngineError, RequestError
 from rlhub.models.tokenizer import Vocabulary
@@ -36,7 +35,7 @@ class UpdateReport:
 
     paused_at: the time (time.time) at which generation paused.  pause_s: the duration of the pause.  read_s: the duration of the
     whole update, including waiting for the files and checking them.  fingerprint: of the loaded weights; replicas of one kind
-    have equal ones.
+    have equal ones.  fallbacks: the versions so far that the replica had to get in full, because a delta was of no use.
     """
 
     version: int
@@ -45,6 +44,7 @@ class UpdateReport:
     read_s: float
     bytes: int
     fingerprint: str
+    fallbacks: int = 0
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -138,7 +138,8 @@ class RolloutServer(Worker):
         return await self._streams.after(follow, have)
 
     async def update_weights(self, folder: str, version: int) -> UpdateReport:
-        """Loads `version` from the folder.  Running requests keep their tokens and continue under the new weights.
+        """Loads `version` from the folder, or from the training ranks at these addresses.  Running requests keep their tokens and
+        continue under the new weights.
 
         Raises the errors of WeightReader.  An error before the pause changes nothing.  After an error during the pause the
         replica stays paused, because it must not serve partly loaded weights.
@@ -146,28 +147,36 @@ class RolloutServer(Worker):
         started = time.perf_counter()
         reader = self._reader(folder)
         async with self._turn:
-            paused_at, report = await asyncio.to_thread(self._take, reader, version)
+            paused_at, pause_s, report = await asyncio.to_thread(self._take, reader, version)
         self._fingerprint, self._failure = report.fingerprint, ""
         return UpdateReport(
             version=version,
             paused_at=paused_at,
-            pause_s=time.time() - paused_at,
+            pause_s=pause_s,
             read_s=time.perf_counter() - started,
             bytes=report.bytes,
             fingerprint=report.fingerprint,
+            fallbacks=report.fallbacks,
         )
 
     def _reader(self, folder: str) -> FolderReader:
         if folder not in self._readers:
             bucket_bytes = self.config.rollout.update_weights_bucket_mb << 20
-            self._readers = {
-                folder: folder_reader(self.engine, Path(folder), bucket_bytes=bucket_bytes, timeout_s=self.runtime.deadline_s)
-            }
+            self._close_readers()
+            here = None if isinstance(self.engine, ExternalWeights) else self._setup.device  # else its workers' alone
+            timeout_s = self.runtime.deadline_s
+            reader = folder_reader(self.engine, folder, bucket_bytes=bucket_bytes, timeout_s=timeout_s, device=here)
+            self._readers = {folder: reader}
         return self._readers[folder]
 
-    def _take(self, reader: FolderReader, version: int) -> tuple[float, SyncReport]:
-        """Maps the version while generation continues; then pauses, copies and resumes.  Returns the start time of the pause and
-        the report."""
+    def _close_readers(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers = {}
+
+    def _take(self, reader: FolderReader, version: int) -> tuple[float, float, SyncReport]:
+        """Prepares the version while generation continues; then pauses, places it and resumes.  Returns when the pause began, its
+        seconds and the report."""
         faults.at("replica.update_weights", rank=self._replica)
         mapped = reader.prepare(version)
         paused_at = time.time()
@@ -176,7 +185,7 @@ class RolloutServer(Worker):
         spoil_weights(self.engine, self._replica)
         if not self._paused:
             self.engine.resume(recompute=self.config.rollout.recompute_kv_cache)
-        return paused_at, report
+        return paused_at, time.time() - paused_at, report
 
     async def pause(self) -> None:
         """Stops sampling until `resume`, also over weight updates; requests keep their tokens and wait."""
@@ -213,10 +222,12 @@ class RolloutServer(Worker):
     async def shutdown(self) -> None:
         """Shuts the engine down; running requests fail.  Idempotent."""
         engine, self._engine = self._engine, None
+        self._close_readers()
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
 
     def close(self) -> None:
         """Shuts the engine down, without asyncio."""
+        self._close_readers()
         if self._engine is not None:
             self._engine.shutdown()

@@ -12,25 +12,29 @@ All methods may be called from any thread other than the loop's own.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from rlhub.config.rules.placement import pool_of
+from rlhub.config.rules.asynchronous import replica_places
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.engines.rollout.registry import most_replicas
 from rlhub.errors import ResourceError
+from rlhub.rollout_service.elastic import ReplicaBounds
 from rlhub.rollout_service.fleet import FleetLimits
+from rlhub.rollout_service.replica_control import ReplicaControl, number_of
 from rlhub.rollout_service.router import Router
 from rlhub.rollout_service.server import RolloutServer, UpdateReport
-from rlhub.rollout_service.weights_folder import WeightsFolder, files_bytes, open_weights_folder
+from rlhub.rollout_service.weights_folder import files_bytes, open_weights_folder
+from rlhub.sharding_manager.files import WeightsFolder
+from rlhub.sharding_manager.mirror import COLLECTIVE
 from rlhub.single_controller import AsyncActor, AsyncActorOptions, CallObserver, ClassWithInitArgs, astart_async_actor
 from rlhub.single_controller.placement import DevicePlace, ReplicaPlaces, is_one_machine
 from rlhub.single_controller.resources import Backend
+from rlhub.tracking.spans import RecordSpan, ignore_span
 from rlhub.utils.aio.loop_thread import LoopThread
 from rlhub.workers.memory_handover import WorkerRuntime
 
@@ -49,10 +53,13 @@ CLOSE_FACTOR = 3.0  # of the shutdown deadline, which each of several steps may 
 class ServiceOptions:
     """The layout and the limits of a run's rollout service.
 
-    counts: the number of replicas on each machine.  actor_places: the devices of the actor's ranks, where replicas share its
-    GPUs.  generate_s: maximum wait for one completion.  run_folder: for weights that cannot be published through memory.
-    own_weights: replicas load the model's files and serve at once, before any publication.  ray_init: used if no Ray cluster is
-    connected yet.  observers: learn what the replicas' calls carry.
+    counts: the number of places for replicas on each machine.  bounds: of the number of replicas; the service starts with the
+    smallest one where the number follows the queue, else with one in every place.
+
+    actor_places: the devices of the actor's ranks, where replicas share its GPUs.  generate_s: maximum wait for one completion.
+    run_folder: for weights that cannot be published through memory.  own_weights: replicas load the model's files and serve at
+    once, before any publication.  ray_init: used if no Ray cluster is connected yet.  observers: learn what the replicas' calls
+    carry.  record: called with the span of each change of the number.
     """
 
     backend: Backend = "ray"
@@ -70,11 +77,13 @@ class ServiceOptions:
     own_weights: bool = False
     ray_init: Mapping[str, Any] = field(default_factory=dict)
     observers: Sequence[CallObserver] = ()
+    bounds: ReplicaBounds = field(default_factory=ReplicaBounds)
+    record: RecordSpan = ignore_span
 
     @property
     def num_replicas(self) -> int:
-        """Returns the total number of replicas."""
-        return sum(self.counts)
+        """Returns the number of replicas at the start."""
+        return self.bounds.least if self.bounds.by_queue else sum(self.counts)
 
 
 def service_options(
@@ -84,13 +93,20 @@ def service_options(
     run_folder: Path,
     actor_places: Sequence[DevicePlace] = (),
     observers: Sequence[CallObserver] = (),
+    record: RecordSpan = ignore_span,
 ) -> ServiceOptions:
     """Returns the options of the run's configuration: one replica per rank of the rollout's pool (the actor's pool, if the
-    rollout has none), or with tensor parallelism one replica per tensor_model_parallel_size ranks.
+    rollout has none), or with tensor parallelism one replica per tensor_model_parallel_size ranks; with min_replicas or
+    max_replicas as many as the queue of requests calls for.
 
     actor_places: the devices of the actor's ranks (`actor.device_places()`), where the rollout shares its GPUs.
     """
-    pool, seconds, each = pool_of(trainer, "rollout"), trainer.deadline_s, config.rollout.tensor_model_parallel_size
+    seconds, rollout = trainer.deadline_s, config.rollout
+    limits_given = rollout.min_replicas is not None or rollout.max_replicas is not None
+    most = [number for number in (most_replicas(rollout), rollout.max_replicas) if number is not None]
+    counts = _counts(replica_places(config, trainer), min(most, default=None))
+    least = (rollout.min_replicas or 1) if limits_given else 1
+    bounds = ReplicaBounds(least=min(least, sum(counts)), most=sum(counts), by_queue=limits_given)
     limits = FleetLimits(
         restarts=config.rollout.replica_restarts,
         start_s=seconds.start,
@@ -101,7 +117,7 @@ def service_options(
     return ServiceOptions(
         backend=trainer.backend,
         device="cuda" if trainer.device == "cuda" else "cpu",
-        counts=_counts([pool.n_gpus_per_node // each] * pool.nnodes, most_replicas(config.rollout)),
+        counts=counts,
         actor_places=actor_places,
         limits=limits,
         generate_s=seconds.generate,
@@ -112,6 +128,8 @@ def service_options(
         run_folder=run_folder,
         ray_init=trainer.ray_init,
         observers=observers,
+        bounds=bounds,
+        record=record,
     )
 
 
@@ -141,6 +159,10 @@ class RolloutService:
             actor_ranks=options.actor_places,
             deadline_s=options.resources_s,
             devices_each=config.rollout.tensor_model_parallel_size,
+            one_by_one=options.bounds.by_queue,
+        )
+        self.control = ReplicaControl(
+            self.router, options.bounds, places=config.rollout.max_num_seqs, record=options.record, freed=self._places.free
         )
         self._connection: Connection | None = None
         self._weights: WeightsFolder | None = None
@@ -152,18 +174,30 @@ class RolloutService:
         assert self._weights is not None, "start first"
         return self._weights.path
 
+    @property
+    def written_to(self) -> str:
+        """Returns what the training ranks' write_weights takes: the folder, or the name for folders of their own."""
+        return COLLECTIVE if self._config.rollout.weights == COLLECTIVE else str(self.folder)
+
+    @property
+    def full_every(self) -> int:
+        """Returns after how many versions the trainer writes a whole one; see WeightWriter."""
+        in_memory = self._weights is not None and self._weights.in_memory
+        return 1 if in_memory else self._config.rollout.weights_full_every
+
     def start(self) -> None:
         """Starts all replicas, which serve once weights are published.  After an error nothing is left running."""
         try:
             if self.options.backend == "ray":
                 self._prepare_cluster()
-            self._weights = open_weights_folder(
-                self._config.rollout.weights_folder,
-                one_machine=self.options.backend == "local" or is_one_machine(),
-                run_folder=self.options.run_folder,
-                model_bytes=files_bytes(self._config.model.path),
-            )
-            self._run(self._start_all())
+            if self._config.rollout.weights != COLLECTIVE:
+                self._weights = open_weights_folder(
+                    self._config.rollout,
+                    one_machine=self.options.backend == "local" or is_one_machine(),
+                    run_folder=self.options.run_folder,
+                    model_bytes=files_bytes(self._config.model.path),
+                )
+            self._run(self.control.start(self.options.num_replicas))
         except BaseException:
             self.close()
             raise
@@ -175,21 +209,11 @@ class RolloutService:
         self._connection = connect(
             options.ray_init,
             device=options.device,
-            num_ranks=options.num_replicas,
+            num_ranks=sum(options.counts),
             deadline_s=options.resources_s,
             lost_after_s=options.cluster_s,
         )
         self._places.reserve()
-
-    async def _start_all(self) -> None:
-        starts = [asyncio.create_task(self.router.add(_name(number))) for number in range(self.options.num_replicas)]
-        try:
-            await asyncio.gather(*starts)
-        except BaseException:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
-            raise
 
     async def _start_replica(self, name: str) -> AsyncActor:
         common = AsyncActorOptions(
@@ -202,7 +226,7 @@ class RolloutService:
             start_deadline_s=self.options.limits.start_s,
             observers=self.options.observers,
         )
-        number = int(name.rpartition("-")[2])
+        number = number_of(name)
         if self._most is not None and number >= self._most:
             raise ResourceError(
                 f"rollout.name={self._config.rollout.name} has servers for {self._most} replicas of the rollout service, so "
@@ -220,19 +244,17 @@ class RolloutService:
         reports: list[tuple[str, UpdateReport]] = self._run(self.router.update(folder, version))
         return reports
 
-    def add(self) -> str:
-        """Starts one more replica and returns its name.  It serves as soon as it has the newest weights."""
+    def add(self, reason: str = "the driver asked for it") -> str:
+        """Starts one more replica, and returns its name when it serves, with the newest weights.
 
-        async def start() -> str:
-            name = next(name for name in map(_name, itertools.count()) if not self.router.fleet.knows(name))
-            await self.router.add(name)
-            return name
+        Raises ResourceError where there are as many as may be, and the error of the start.
+        """
+        return str(self._run(self.control.add(reason)))
 
-        return str(self._run(start()))
-
-    def remove(self, name: str) -> None:
-        """Removes a replica once its requests have completed."""
-        self._run(self.router.remove(name))
+    def remove(self, name: str, reason: str = "the driver asked for it") -> None:
+        """Removes a replica once its requests have completed.  Raises RequestError for an unknown name, and ResourceError where
+        the replica cannot be spared."""
+        self._run(self.control.remove(name, reason))
 
     def restart(self, name: str) -> None:
         """Replaces a replica by a new one."""
@@ -247,10 +269,10 @@ class RolloutService:
         self._run(self.router.resume())
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of Router.metrics."""
+        """Returns the metrics of ReplicaControl.metrics."""
 
         async def read() -> dict[str, float]:
-            return self.router.metrics()
+            return self.control.metrics()
 
         return dict(self._run(read()))
 
@@ -261,7 +283,7 @@ class RolloutService:
         self._closed = True
         seconds = CLOSE_FACTOR * self.options.limits.shutdown_s
         try:
-            asyncio.run_coroutine_threadsafe(self.router.close(), self.loop).result(seconds)
+            asyncio.run_coroutine_threadsafe(self.control.close(), self.loop).result(seconds)
         except TimeoutError:
             logger.warning("the rollout service did not close within %g s: something blocks its event loop", seconds)
         finally:
@@ -291,7 +313,3 @@ def _counts(places: Sequence[int], most: int | None) -> list[int]:
         counts.append(min(number, left))
         left -= counts[-1]
     return [count for count in counts if count]
-
-
-def _name(number: int) -> str:
-    return f"rollout-{number}"

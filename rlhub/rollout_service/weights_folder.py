@@ -1,34 +1,34 @@
 """The folder through which a run publishes its weights to the rollout service, and the readers by which engines load them.
 
-On one machine the folder is in memory.  Memory is not freed when a process is killed, so such a folder has a lock that ends with
-the process that holds it, and each run removes the folders whose lock is free.
+On one machine the folder is in memory.  With rollout.weights=collective each replica has a mirror in its own memory, which it
+fills from the training ranks.
 
 Either one reader in the engine's process loads the weights, or one reader in each of the engine's workers.  Both work in two
-phases (see sharding_manager.files): `prepare` while the engine generates, and `place` while it is paused.
+phases (see sharding_manager.reader): `prepare` while the engine generates, and `place` while it is paused.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import ExternalWeights, RolloutEngine
-from rlhub.errors import EngineError, RlhubError
+from rlhub.errors import EngineError, ResourceError, RlhubError
 from rlhub.protocol.weights.fingerprint import combine
-from rlhub.sharding_manager.files import MappedVersion, WeightReader
+from rlhub.sharding_manager.files import PREFIX, SHARED_MEMORY, WeightsFolder, new_in_memory, remove_abandoned
+from rlhub.sharding_manager.mirror import SCHEME, Mirror
+from rlhub.sharding_manager.reader import MappedVersion, WeightReader
 from rlhub.sharding_manager.route import SyncReport
 
 logger = logging.getLogger(__name__)
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "rlhub-weights-"
 BELOW_RUN = f"{PREFIX}in-flight"
 """Name of the folder below the run folder, used where no memory is available; it is removed at the end, so no user would choose
 it."""
@@ -38,48 +38,37 @@ written) of weights that may be float32 where the files are bfloat16."""
 FIRST_POLL_S, LONGEST_POLL_S = 0.01, 0.2  # a look at the workers falls between two of their steps
 
 
-class WeightsFolder:
-    """The folder in which versions are written.  `close` removes what this process created."""
-
-    def __init__(self, path: Path, lock: int | None = None, *, temporary: bool) -> None:
-        self.path = path
-        self._lock, self._temporary = lock, temporary
-        path.mkdir(parents=True, exist_ok=True)
-
-    def close(self) -> None:
-        """Removes a temporary folder and its lock.  Idempotent."""
-        if self._temporary:
-            shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            _lock_file(self.path).unlink(missing_ok=True)
-            os.close(self._lock)
-            self._lock = None
-
-
 def open_weights_folder(
-    configured: str | None, *, one_machine: bool, run_folder: Path, model_bytes: int, memory: Path = SHARED_MEMORY
+    config: RolloutConfig, *, one_machine: bool, run_folder: Path, model_bytes: int, memory: Path = SHARED_MEMORY
 ) -> WeightsFolder:
-    """Returns the configured folder, which is kept at the end; without one, a folder in this machine's memory, or below the run
-    folder if replicas run on other machines or the memory is too small.
+    """Returns the configured folder, which is kept at the end; without one, by `weights`, a folder in this machine's memory, or
+    below the run folder.
 
-    model_bytes: the size of the model's files, 0 if unknown.
+    model_bytes: the size of the model's files, 0 if unknown.  Raises ResourceError for weights=memory where replicas run on other
+    machines or the memory cannot be used; weights=auto then takes the run folder.
     """
-    if configured is not None:
-        return WeightsFolder(Path(configured).absolute(), temporary=False)
-    if one_machine:
-        try:
-            remove_abandoned(memory)
-            if memory.is_dir() and shutil.disk_usage(memory).free >= ROOM_FACTOR * model_bytes:
-                return _in_memory(memory)
-            reason = f"has no room for {ROOM_FACTOR} times the model's {model_bytes / 1e9:.1f} GB"
-        except OSError as error:  # read-only, or another's
-            reason = f"cannot be used ({error.strerror or error})"
-        logger.warning(
-            "%s %s: weights are published through %s, which may be slower; enlarge it or make it writable, or set "
-            "actor_rollout_ref.rollout.weights_folder",
-            memory, reason, run_folder,
-        )  # fmt: skip
+    if config.weights_folder is not None:
+        return WeightsFolder(Path(config.weights_folder).absolute(), temporary=False)
+    if config.weights != "folder" and (one_machine or config.weights == "memory"):
+        found = _in_memory(memory, model_bytes) if one_machine else "is one machine's, and replicas run on several"
+        if isinstance(found, WeightsFolder):
+            return found
+        remedy = "enlarge it or make it writable, or set actor_rollout_ref.rollout.weights_folder"
+        if config.weights == "memory":
+            raise ResourceError(f"actor_rollout_ref.rollout.weights=memory: {memory} {found}; {remedy} with weights=folder")
+        logger.warning("%s %s: weights are published through %s, which may be slower; %s", memory, found, run_folder, remedy)
     return WeightsFolder(run_folder.absolute() / BELOW_RUN, temporary=True)
+
+
+def _in_memory(memory: Path, model_bytes: int) -> WeightsFolder | str:
+    """Returns a new folder in memory, or the reason why there can be none."""
+    try:
+        remove_abandoned(memory)
+        if memory.is_dir() and shutil.disk_usage(memory).free >= ROOM_FACTOR * model_bytes:
+            return new_in_memory(memory)
+        return f"has no space for {ROOM_FACTOR} times the model's {model_bytes / 1e9:.1f} GB"
+    except OSError as error:  # read-only, or another's
+        return f"cannot be used ({error.strerror or error})"
 
 
 def files_bytes(model_path: str | None) -> int:
@@ -90,36 +79,6 @@ def files_bytes(model_path: str | None) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def remove_abandoned(memory: Path = SHARED_MEMORY) -> None:
-    """Removes the folders of processes that have ended."""
-    for lock_file in memory.glob(f"{PREFIX}*.lock"):
-        try:
-            descriptor = os.open(lock_file, os.O_RDWR)
-        except OSError:  # another user's, or gone just now
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock_file.with_suffix(""), ignore_errors=True)
-            lock_file.unlink(missing_ok=True)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(descriptor)
-
-
-def _in_memory(memory: Path) -> WeightsFolder:
-    path = memory / f"{PREFIX}{uuid.uuid4().hex[:12]}"
-    new = path.with_name(path.name + ".new")  # no process finds the file before it is locked
-    lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    new.rename(_lock_file(path))
-    return WeightsFolder(path, lock, temporary=True)
-
-
-def _lock_file(path: Path) -> Path:
-    return path.with_name(path.name + ".lock")
-
-
 class FolderReader(Protocol):
     """The reader of one replica; see WeightReader for the errors of both methods."""
 
@@ -128,15 +87,50 @@ class FolderReader(Protocol):
         ...
 
     def place(self, mapped: Any) -> SyncReport:
-        """Copies the weights into the paused engine.  mapped: the return value of `prepare`."""
+        """Gives the weights to the paused engine.  mapped: the return value of `prepare`."""
+        ...
+
+    def close(self) -> None:
+        """Releases what the reader keeps besides the engine.  Idempotent."""
         ...
 
 
-def folder_reader(engine: RolloutEngine, folder: Path, *, bucket_bytes: int, timeout_s: float) -> FolderReader:
-    """Returns the reader for this engine."""
+def folder_reader(
+    engine: RolloutEngine, folder: Path | str, *, bucket_bytes: int, timeout_s: float, device: torch.device | None = None
+) -> FolderReader:
+    """Returns the reader for this engine.
+
+    folder: where the versions are: a folder, or the addresses of the training ranks.  device: the GPU over which versions come
+    from those; None leaves GPUs alone.
+    """
+    if isinstance(folder, str) and folder.startswith(SCHEME):
+        mirror = Mirror(folder, timeout_s=timeout_s, device=device or torch.device("cpu"))
+        return MirrorReader(engine, mirror, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    folder = Path(folder)
     if isinstance(engine, ExternalWeights):
         return WorkersReader(engine, folder, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     return WeightReader(engine, folder, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+
+
+class MirrorReader:
+    """Reads a version from this process's mirror of the training ranks' folders, once it is there."""
+
+    def __init__(self, engine: RolloutEngine, mirror: Mirror, *, bucket_bytes: int, timeout_s: float) -> None:
+        self._mirror = mirror
+        self._reader = folder_reader(engine, mirror.folder, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+
+    def prepare(self, version: int) -> MappedVersion | int:
+        """Gets the version from all training ranks, and reads and checks it."""
+        self._mirror.fetch(version)
+        with self._mirror.answering(version):
+            return self._reader.prepare(version)
+
+    def place(self, mapped: Any) -> SyncReport:
+        return self._reader.place(mapped)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._mirror.close()
 
 
 class WorkersReader:
@@ -169,7 +163,11 @@ class WorkersReader:
             num_weights=first.num_weights,
             version=mapped,
             fingerprint=first.fingerprint if len(reports) == 1 else combine(parts),
+            fallbacks=max(report.fallbacks for report in reports),
         )
+
+    def close(self) -> None:
+        """Does nothing: the workers' readers end with the workers."""
 
     def _call(self, method: str, *arguments: Any) -> Sequence[Any]:
         return self._engine.call_workers(f"{__name__}:{WorkerReader.__name__}", method, *arguments)

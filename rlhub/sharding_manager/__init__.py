@@ -8,7 +8,10 @@ Weights are published in one of three ways.  From the actor's ranks to the engin
 
 manager          ShardingManager; and an engine's first weights, which come through its own loader
 separate         WeightSender, WeightReceiver
-files            WeightWriter, WeightReader
+files            WeightWriter, and folders in a machine's memory
+reader           WeightReader
+mirror           versions that go from every training rank to every replica
+versions delta   the files of a version, and the code for blocks that changed little
 route            Route: one process's part of the plan, from its own pieces to those of other processes
 plan             the parts of each weight that each rank sends to each rank
 schedule         the plan cut into messages

@@ -1,196 +1,203 @@
 """Weights between separate jobs through a folder that both reach: no process group between them, and any number of readers.
 
 Each rank of a trainer has a WeightWriter and writes its own parts of a version, every element of the model by one rank.  Each
-rank of a rollout engine, in whatever job and layout, has a WeightReader and maps only the blocks that it needs.
-
-    <folder>/version-<n>/rank-<r>-<i>.safetensors   blocks of weights, at most a bucket in a file
-    <folder>/version-<n>/rank-<r>.json              for each block: file, key, name, full shape, region, dtype, checksum
-    <folder>/version-<n>/manifest.json              the number of ranks that wrote
+rank of a rollout engine, in whatever job and layout, has a WeightReader and maps only the blocks that it needs.  See `versions`
+for the files.
 
 A version is written under another name and renamed when all ranks are done, so a reader sees a whole version or none.  Nothing
-is flushed to the disk: after a power failure the trainer writes its weights again.
+is flushed to the disk: after a power failure the trainer writes its weights again.  Blocks are in the dtype of the engines that
+read, once these have said which it is, and with `full_every` above 1 most versions have only what changed.
 
-Reading has two halves, so that an engine which serves requests stops only for the second: `prepare` waits for the version,
-maps its files and compares their checksums; `place` copies.
+A folder may be in a machine's memory.  Memory is not freed when a process is killed, so such a folder has a lock that ends with
+the process that holds it, and the next one to be opened removes the folders whose lock is free.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import shutil
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import uuid
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.training.base import TrainEngine
-from rlhub.errors import DeadlineError, EngineError, ReshardError, WeightMismatchError
-from rlhub.protocol.weights.fingerprint import combine, digests, nonfinite_names
-from rlhub.protocol.weights.pieces import (
-    Piece,
-    PieceInfo,
-    Region,
-    intersection,
-    num_elements,
-    relative,
-    split,
-    take,
-    whole,
-    whole_piece,
-)
-from rlhub.sharding_manager.layout_exchange import Member, decode_info, encode_info, exchange_members, this_node
+from rlhub.protocol.weights.fingerprint import combine, digests
+from rlhub.protocol.weights.pieces import Piece, PieceInfo, Region, split, take, whole
+from rlhub.sharding_manager.delta import encode
+from rlhub.sharding_manager.layout_exchange import Member, exchange_members, this_node
 from rlhub.sharding_manager.local_pieces import LocalPieces
-from rlhub.sharding_manager.manager import update_by_stream
 from rlhub.sharding_manager.peers import Peers
 from rlhub.sharding_manager.plan import make_plan
-from rlhub.sharding_manager.route import SyncReport, alone, check_range, raise_first
+from rlhub.sharding_manager.route import SyncReport
+from rlhub.sharding_manager.versions import (
+    FULL,
+    MANIFEST,
+    WANTED,
+    Block,
+    chain_start,
+    noted_dtypes,
+    version_folder,
+    versions_in,
+)
+from rlhub.utils import faults
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
 
+logger = logging.getLogger(__name__)
 BLOCK_ELEMENTS = 1 << 20
 """The size of a block.  A block has one checksum, so a reader of a part of it reads all of it: little, against all that a rank
 needs."""
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "rlhub-weights-"
 KEPT_VERSIONS = 2  # a reader may still be reading the previous version
-POLL_S = 0.05
+ANSWER_POLL_S = 0.2  # a reader that lacks a full version waits so long before it is written
 
-OpenFiles = dict[Path, Any]
-"""The mapped files, so that each is mapped once, however many of its blocks are read."""
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class _Block:
-    """A block in a file.
-
-    path: the file.
-    key: the tensor's key in the file.
-    checksum: the checksum of the block's bytes.
-    """
-
-    info: PieceInfo
-    path: Path
-    key: str
-    checksum: int
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class _Part:
-    """The part of a block that a live piece takes.
-
-    region: its region in the full tensor.
-    values: the mapped values, in the file's dtype.
-    sent: the fingerprint of the values in the piece's dtype.
-    """
-
-    piece: PieceInfo
-    region: Region
-    values: Tensor
-    sent: int
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class MappedVersion:
-    """A version that a reader has found whole and undamaged.  It stays readable when the writer removes its files.
-
-    parts: the parts for the live weights as they were described; None before the engine's first update, which reads `blocks`.
-    """
-
-    version: int
-    blocks: dict[str, list[_Block]]
-    parts: list[_Part] | None
+Snapshot = dict[tuple[str, Region], tuple[Piece, int]]
+"""The blocks of a version in this process's memory, each with its checksum."""
 
 
 class WeightWriter:
     """Writes a training engine's weights; all its ranks call `write` together.
 
     bucket_bytes: the extra memory, which is also the size of a file.
+    full_every: a full version, then so many less one with deltas; 1 writes full versions only.  More keeps this rank's part of
+        the last version in memory, from which a thread writes it in full where a reader cannot use a delta.
+    own_folder: the folder has this rank's files only; else all ranks write into one.
     """
 
-    def __init__(self, train: TrainEngine, folder: Path, *, bucket_bytes: int, timeout_s: float = 1800.0) -> None:
-        self._train, self._folder, self._bucket_bytes = train, folder, bucket_bytes
+    def __init__(
+        self,
+        train: TrainEngine,
+        folder: Path,
+        *,
+        bucket_bytes: int,
+        timeout_s: float = 1800.0,
+        full_every: int = 1,
+        own_folder: bool = False,
+    ) -> None:
+        self._train, self._folder, self._bucket_bytes, self._full_every = train, folder, bucket_bytes, full_every
+        self._own_folder = own_folder
         self._peers = Peers.of_job(train.device, timeout_s)
         self._rank = self._peers.rank if self._peers else 0
         self._mine: list[PieceInfo] | None = None
+        self._dtypes: dict[str, torch.dtype] = {}  # of the engines that read
+        self._sources: dict[str, torch.dtype] = {}  # of the trainer
+        self._snapshot: Snapshot = {}
+        self._version = self._full_version = -1  # of the snapshot, and of the full version before it
+        self._num_deltas = 0
+        self._turn = threading.Lock()  # for the snapshot
+        self._closed = threading.Event()
+        self._answering: threading.Thread | None = None
 
     def write(self, version: int) -> SyncReport:
         """Writes the trainer's present weights into the folder as policy `version`.
 
-        The report's fingerprint is that of the whole version on rank 0, and of this rank's blocks on other ranks.
+        The report's fingerprint is that of the whole version; its other figures are those of this rank's part, and wire_bytes
+        those that it wrote.
         """
+        with self._turn:
+            return self._write(version)
+
+    def close(self) -> None:
+        """Ends the thread that writes full versions for readers.  Idempotent."""
+        self._closed.set()
+        if self._answering is not None:
+            self._answering.join()
+
+    def _write(self, version: int) -> SyncReport:
         start = time.perf_counter()
         self._train.onload()
         unfinished = self._folder / f"version-{version}{TEMPORARY_SUFFIX}"
         unfinished.mkdir(parents=True, exist_ok=True)
-        rows = [row for number, pieces in enumerate(self._files()) for row in self._write_file(unfinished, number, pieces)]
-        (unfinished / f"rank-{self._rank}.json").write_text(json.dumps({"blocks": rows}))
+        base = self._begin(version)
+        blocks, num_bytes = self._write_blocks(unfinished, self._pieces(), deltas=base is not None)
         self._train.offload()
-        self._wait_for_all()
-        blocks = [_block(unfinished, row) for row in rows]
-        if self._rank == 0:
-            blocks += self._publish(unfinished, version)
-        self._wait_for_all()
-        infos = [block.info for block in blocks[: len(rows)]]
+        checksums = self._of_all_ranks([(f"{block.info.name}{block.info.region}", block.checksum) for block in blocks])
+        if self._rank == 0 or self._own_folder:
+            self._publish(unfinished, version, base)
+        self._of_all_ranks([])
+        self._version = version
         return SyncReport(
             seconds=time.perf_counter() - start,
-            bytes=sum(info.num_bytes for info in infos),
-            num_weights=len({info.name for info in infos}),
+            bytes=sum(block.info.num_bytes for block in blocks),
+            num_weights=len({block.info.name for block in blocks}),
             version=version,
-            fingerprint=combine((f"{block.info.name}{block.info.region}", block.checksum) for block in blocks),
+            fingerprint=combine(checksums),
+            wire_bytes=num_bytes,
         )
 
-    def _publish(self, unfinished: Path, version: int) -> list[_Block]:
-        """Renames the folder when all ranks have written; returns the blocks of the other ranks."""
+    def _begin(self, version: int) -> int | None:
+        """Returns the version on which the deltas of this one build, or None for a full version."""
+        base, self._version = self._version, -1  # a snapshot of a version that was not finished serves for nothing
+        self._dtypes = noted_dtypes(self._folder)
+        if base < 0 or version <= base or self._num_deltas + 1 >= self._full_every:
+            self._full_version, self._num_deltas = version, 0
+            return None
+        self._num_deltas += 1
+        if self._answering is None:
+            self._answering = threading.Thread(target=self._answer, name="full-versions", daemon=True)
+            self._answering.start()
+        return base
+
+    def _publish(self, unfinished: Path, version: int, base: int | None) -> None:
+        """Renames the folder when all ranks have written."""
         ranks = self._peers.size if self._peers else 1
-        (unfinished / "manifest.json").write_text(json.dumps({"version": version, "ranks": ranks}))
-        others = [block for rank in range(1, ranks) for block in _read_blocks(unfinished, rank)]
-        final = _version_folder(self._folder, version)
+        manifest = {"version": version, "ranks": ranks, "base": base, "full": self._full_version}
+        (unfinished / MANIFEST).write_text(json.dumps(manifest))
+        final = version_folder(self._folder, version)
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed from before it
         unfinished.rename(final)
-        versions = _versions(self._folder)
+        faults.at("weights.written", path=final)
+        self._remove_others(version)
+
+    def _remove_others(self, version: int) -> None:
+        """Removes the versions that no reader of the newest two needs, and those of a run that was resumed from before them."""
+        versions = versions_in(self._folder)
         kept = [number for number in versions if number <= version][-KEPT_VERSIONS:]
-        for other in set(versions) - set(kept):
-            shutil.rmtree(_version_folder(self._folder, other))
-        return others
+        oldest = min(chain_start(self._folder, number) for number in kept)
+        for other in versions:
+            if not oldest <= other <= version:
+                shutil.rmtree(version_folder(self._folder, other))
 
-    def _wait_for_all(self) -> None:
-        """Returns when every rank has called it."""
-        if self._peers is not None:
-            self._peers.minimum(0)
+    def _of_all_ranks(self, checksums: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Returns the named checksums of all ranks, once every rank has called it."""
+        if self._peers is None:
+            return checksums
+        found = self._peers.all_gather_bytes(json.dumps(checksums).encode())
+        return [(name, value) for part in found for name, value in json.loads(part)]
 
-    def _files(self) -> Iterator[list[Piece]]:
-        """Yields the blocks that this rank writes, one file's blocks at a time."""
-        waiting: list[Piece] = []
-        for piece in self._pieces():
-            if waiting and sum(p.tensor.nbytes for p in waiting) + piece.tensor.nbytes > self._bucket_bytes:
-                yield waiting
-                waiting = []
-            waiting.append(piece)
-        if waiting:
-            yield waiting
+    # -- blocks ------------------------------------------------------------------------------------------------------------
 
     def _pieces(self) -> Iterator[Piece]:
+        """Yields the blocks that this rank writes, on CPU, contiguous and in the readers' dtype; some are live weights."""
         local = self._train.local_weights()
         if local is None:  # weights that exist only as a stream: one rank writes, the others take part in gathering
-            for bucket in self._train.named_weights(bucket_bytes=self._bucket_bytes):
+            for bucket in self._train.published_weights(bucket_bytes=self._bucket_bytes):
                 for name, tensor in bucket if self._rank == 0 else ():
                     for region in split(whole(tensor.shape), BLOCK_ELEMENTS):
-                        yield Piece(
-                            name=name, tensor=take(tensor, region).cpu().clone(), shape=tuple(tensor.shape), region=region
-                        )
+                        part = self._cast(name, take(tensor, region)).cpu().clone(memory_format=torch.contiguous_format)
+                        yield Piece(name=name, tensor=part, shape=tuple(tensor.shape), region=region)
             return
         pieces = LocalPieces(local)
         if self._mine is None:
             self._mine = self._share(pieces)
         for info in self._mine:
-            tensor = pieces.contiguous(info.name, info.region).cpu()
+            tensor = self._cast(info.name, pieces.contiguous(info.name, info.region)).cpu()
             yield Piece(name=info.name, tensor=tensor, shape=info.shape, region=info.region)
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """Casts to the dtype of the engines that read, if that has fewer bytes."""
+        self._sources[name] = tensor.dtype
+        dtype = self._dtypes.get(name, tensor.dtype)
+        return tensor.to(dtype) if dtype.itemsize < tensor.dtype.itemsize else tensor
 
     def _share(self, pieces: LocalPieces) -> list[PieceInfo]:
         """Returns this rank's part of the model, in blocks.  A plan to one destination that needs everything assigns each
@@ -208,220 +215,124 @@ class WeightWriter:
             for region in split(transfer.region, BLOCK_ELEMENTS)
         ]
 
-    def _write_file(self, unfinished: Path, number: int, pieces: list[Piece]) -> list[dict[str, Any]]:
-        """Writes the pieces into one file and returns the rows that describe them."""
-        name = f"rank-{self._rank}-{number}.safetensors"
-        save_file({str(key): piece.tensor.contiguous() for key, piece in enumerate(pieces)}, unfinished / name)
-        checksums = digests(piece.tensor.contiguous() for piece in pieces)
-        return [
-            {"file": name, "key": str(key), "piece": encode_info(piece.info), "checksum": checksum}
-            for key, (piece, checksum) in enumerate(zip(pieces, checksums, strict=True))
-        ]
+    def _write_blocks(self, folder: Path, pieces: Iterable[Piece], *, deltas: bool, prefix: str = "") -> tuple[list[Block], int]:
+        """Writes the pieces into files of at most a bucket each, and then their list; returns the blocks and the bytes stored."""
+        blocks, num_bytes = [], 0
+        for number, bucket in enumerate(_buckets(pieces, self._bucket_bytes)):
+            path = folder / f"{prefix}rank-{self._rank}-{number}.safetensors"
+            stored = [self._stored(piece, str(key), path, deltas) for key, piece in enumerate(bucket)]
+            save_file({block.key: tensor for block, tensor in stored}, path)
+            blocks += [block for block, _ in stored]
+            num_bytes += sum(tensor.nbytes for _, tensor in stored)
+        rows = json.dumps({"blocks": [block.row() for block in blocks]})
+        part = folder / f"{prefix}rank-{self._rank}.json{TEMPORARY_SUFFIX}"
+        part.write_text(rows)
+        part.rename(part.with_suffix(""))
+        return blocks, num_bytes
 
-
-class WeightReader:
-    """Reads weights for one rank's rollout engine.  Ranks of a tensor-parallel group read independently: no call is
-    collective."""
-
-    def __init__(
-        self, rollout: RolloutEngine, folder: Path, *, bucket_bytes: int, check: bool = True, timeout_s: float = 1800.0
-    ) -> None:
-        self._rollout, self._folder, self._bucket_bytes = rollout, folder, bucket_bytes
-        self._check, self._timeout_s = check, timeout_s
-        self._proven = False
-
-    def newest(self) -> int | None:
-        """Returns the latest whole version in the folder, or None."""
-        return max(_versions(self._folder), default=None)
-
-    def read(self, version: int) -> SyncReport:
-        """Waits for `version` and loads it, with both halves at once, for an engine without requests."""
-        start = time.perf_counter()
-        self._rollout.wake_up(weights_only=True)
-        report = self.place(self.prepare(version))
-        report.seconds = time.perf_counter() - start
-        return report
-
-    def prepare(self, version: int) -> MappedVersion:
-        """Waits for `version`, maps its files and compares their checksums, while the engine may generate.
-
-        Raises DeadlineError if the version does not appear in time, EngineError if it has been removed, ReshardError if it
-        belongs to another model, and WeightMismatchError for a block with a wrong checksum.  The engine keeps the weights that
-        it has.
-        """
-        folder = self._await(version)
-        with self._reading(version):
-            blocks = _read_manifest(folder)
-            parts = self._parts(blocks) if self._proven else None
-        return MappedVersion(version=version, blocks=blocks, parts=parts)
-
-    def place(self, mapped: MappedVersion) -> SyncReport:
-        """Copies a version into the live weights and compares them with it.  The engine must not be in a step.
-
-        The first version goes through the engine's own loader (see `update_by_stream`).  After an error (WeightMismatchError
-        for a weight that did not arrive) the engine refuses to generate.  The report's fingerprint equals the writer's if both
-        store the weights in the same dtype and this engine is not tensor-parallel.
-        """
-        start = time.perf_counter()
-        self._rollout.wake_up(weights_only=True)
-        parts = mapped.parts
-        if parts is None:
-            with self._reading(mapped.version):
-                num_bytes = self._load(mapped.blocks, mapped.version)
-                parts = self._parts(mapped.blocks)
-        else:
-            num_bytes = self._copy(parts, mapped.version)
-        check_range(self._rollout)
-        self._proven = True
-        self._rollout.wake_up()
-        return SyncReport(
-            seconds=time.perf_counter() - start,
-            bytes=num_bytes,
-            num_weights=len(mapped.blocks),
-            version=mapped.version,
-            fingerprint=combine((f"{part.piece.name}{part.region}", part.sent) for part in parts) if self._check else "",
+    def _stored(self, piece: Piece, key: str, path: Path, deltas: bool) -> tuple[Block, Tensor]:
+        """Returns the block and what is stored of it, and keeps its values for the next version's delta."""
+        place = (piece.name, piece.region)
+        (checksum,) = digests([piece.tensor])
+        before = self._snapshot.get(place)
+        if before is not None and before[0].info != piece.info:
+            before = None
+        delta = encode(before[0].tensor, piece.tensor) if deltas and before else None
+        if self._full_every > 1 and not (before and before[1] == checksum):
+            kept = Piece(name=piece.name, tensor=piece.tensor.clone(), shape=piece.shape, region=piece.region)
+            self._snapshot[place] = (kept, checksum)
+        block = Block(
+            info=piece.info,
+            path=path,
+            key=key,
+            checksum=checksum,
+            source=self._sources[piece.name],
+            base=None if delta is None or before is None else before[1],
+            stored=checksum if delta is None else digests([delta])[0],
         )
+        return block, piece.tensor if delta is None else delta
 
-    def _await(self, version: int) -> Path:
-        folder, deadline = _version_folder(self._folder, version), time.monotonic() + self._timeout_s
-        while not (folder / "manifest.json").exists():
-            newest = self.newest()
-            if newest is not None and newest > version:
-                raise EngineError(f"version {version} of the weights is no longer in {self._folder}; the newest is {newest}")
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"version {version} of the weights in {self._folder}",
-                    self._timeout_s,
-                    "is the trainer running, and writing there?",
-                )
-            time.sleep(POLL_S)
-        return folder
+    # -- full versions for readers that cannot use a delta -----------------------------------------------------------------
 
-    @contextmanager
-    def _reading(self, version: int) -> Iterator[None]:
-        """Turns a missing file into an EngineError: the writer keeps few versions, so that of a slow reader may be removed."""
+    def _answer(self) -> None:
+        """Runs in a thread: writes the last version in full where a reader asks for it."""
+        while not self._closed.wait(ANSWER_POLL_S):
+            with self._turn:
+                folder = version_folder(self._folder, self._version)
+                done = folder / f"{FULL}rank-{self._rank}.json"
+                if self._version < 0 or not (folder / WANTED).exists() or done.exists():
+                    continue
+                try:
+                    pieces = [piece for piece, _ in self._snapshot.values()]
+                    self._write_blocks(folder, pieces, deltas=False, prefix=FULL)
+                except OSError as error:
+                    logger.warning("%s cannot be written in full: %s", folder, error)
+                else:
+                    logger.warning("%s is now there in full: a reader could not use its deltas", folder)
+
+
+def _buckets(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
+    waiting: list[Piece] = []
+    for piece in pieces:
+        if waiting and sum(p.tensor.nbytes for p in waiting) + piece.tensor.nbytes > limit:
+            yield waiting
+            waiting = []
+        waiting.append(piece)
+    if waiting:
+        yield waiting
+
+
+# Folders in memory
+
+
+class WeightsFolder:
+    """The folder in which versions are written.  `close` removes what this process created.
+
+    in_memory: it is in this machine's memory, where deltas would save nothing.
+    """
+
+    def __init__(self, path: Path, lock: int | None = None, *, temporary: bool) -> None:
+        self.path, self.in_memory = path, lock is not None
+        self._lock, self._temporary = lock, temporary
+        path.mkdir(parents=True, exist_ok=True)
+
+    def close(self) -> None:
+        """Removes a temporary folder and its lock.  Idempotent."""
+        if self._temporary:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            _lock_file(self.path).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove_abandoned(memory: Path = SHARED_MEMORY) -> None:
+    """Removes the folders of processes that have ended."""
+    for lock_file in memory.glob(f"{PREFIX}*.lock"):
         try:
-            yield
-        except (FileNotFoundError, SafetensorError) as error:
-            why = f"was removed or is damaged ({error}); the newest is {self.newest()}"
-            raise EngineError(f"version {version} of the weights in {self._folder} {why}") from error
-
-    def _load(self, blocks: dict[str, list[_Block]], version: int) -> int:
-        """Loads full tensors through the engine's loader; returns the number of bytes."""
-        return update_by_stream(self._rollout, self._buckets(blocks), version, check=self._check, agree=alone).bytes
-
-    def _buckets(self, blocks: dict[str, list[_Block]]) -> Iterator[WeightBucket]:
-        bucket: WeightBucket = []
-        files: OpenFiles = {}
-        for name, parts in blocks.items():
-            full = torch.empty(parts[0].info.shape, dtype=parts[0].info.dtype)
-            for part in _cut(whole_piece(name, full).info, parts, files):
-                take(full, part.region).copy_(part.values)
-            bucket.append((name, full))
-            if sum(tensor.nbytes for _, tensor in bucket) >= self._bucket_bytes:
-                yield bucket
-                bucket = []
-        if bucket:
-            yield bucket
-
-    def _parts(self, blocks: dict[str, list[_Block]]) -> list[_Part]:
-        """Returns the parts of the blocks that make up the live weights."""
-        pieces = list(self._rollout.live_weights())
-        missing = [piece.name for piece in pieces if piece.name not in blocks]
-        surplus = sorted(set(blocks) - {piece.name for piece in pieces})
-        if missing or surplus:
-            name = (missing + surplus)[0]
-            raise ReshardError(f"the weights in {self._folder} and the rollout engine differ in {name}", weight=name)
-        files: OpenFiles = {}
-        return [part for piece in pieces for part in _cut(piece.info, blocks[piece.name], files)]
-
-    @torch.no_grad()
-    def _copy(self, parts: list[_Part], version: int) -> int:
-        """Copies straight from the mapped files into the live weights; returns the number of bytes."""
-        with self._rollout.overwriting(version):
-            live = {(piece.name, piece.region): piece.tensor for piece in self._rollout.live_weights()}
-            targets = [take(live[p.piece.name, p.piece.region], relative(p.region, p.piece.region)) for p in parts]
-            for target, part in zip(targets, parts, strict=True):
-                target.copy_(part.values)
-            if self._check:
-                arrived = digests(target.cpu().contiguous() for target in targets)
-                differing = [part.piece.name for part, value in zip(parts, arrived, strict=True) if part.sent != value]
-                raise_first([part.piece.name for part in parts], differing, alone)
-        return sum(target.nbytes for target in targets)
-
-
-def _cut(piece: PieceInfo, blocks: list[_Block], files: OpenFiles) -> list[_Part]:
-    """Returns the parts of the piece that the blocks have, mapped and checked.  files: the files that are mapped already."""
-    if blocks[0].info.shape != piece.shape:
-        raise ReshardError(
-            f"{piece.name} has the full shape {blocks[0].info.shape} in the folder and {piece.shape} in the rollout engine: "
-            "both must run the same model",
-            weight=piece.name,
-        )
-    parts, covered = [], 0
-    for block in blocks:
-        common = intersection(block.info.region, piece.region)
-        if common is None:
+            descriptor = os.open(lock_file, os.O_RDWR)
+        except OSError:  # another user's, or gone just now
             continue
-        covered += num_elements(common)
-        values = take(_read_block(block, files), relative(common, block.info.region))
-        as_written = common == block.info.region and values.dtype == piece.dtype
-        sent = block.checksum if as_written else digests([values.to(piece.dtype).contiguous()])[0]
-        parts.append(_Part(piece=piece, region=common, values=values, sent=sent))
-    if covered != num_elements(piece.region):
-        raise ReshardError(
-            f"{num_elements(piece.region) - covered} elements of {piece.name} {piece.region} are in no file of "
-            f"{blocks[0].path.parent}: the version is not whole",
-            weight=piece.name,
-        )
-    return parts
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock_file.with_suffix(""), ignore_errors=True)
+            lock_file.unlink(missing_ok=True)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(descriptor)
 
 
-def _read_block(block: _Block, files: OpenFiles) -> Tensor:
-    """Maps a block and compares its checksum.  Checks too that it is finite, because NaN has the same checksum on both sides."""
-    if block.path not in files:
-        files[block.path] = safe_open(block.path, framework="pt")
-    values: Tensor = files[block.path].get_tensor(block.key)
-    if digests([values]) != [block.checksum]:
-        raise WeightMismatchError(
-            f"{block.path} has another checksum for {block.info.name} {block.info.region} than its manifest says: the file is "
-            "damaged; write the version again",
-            weight=block.info.name,
-        )
-    if nonfinite_names([(block.info.name, values)]):
-        raise WeightMismatchError(
-            f"{block.path} has {block.info.name} {block.info.region} with elements that are not finite: its writer has diverged; "
-            "write an earlier checkpoint's weights",
-            weight=block.info.name,
-        )
-    return values
+def new_in_memory(memory: Path = SHARED_MEMORY) -> WeightsFolder:
+    """Returns a new folder, and removes those that others have left.  Raises OSError where the memory cannot be used."""
+    remove_abandoned(memory)
+    path = memory / f"{PREFIX}{uuid.uuid4().hex[:12]}"
+    new = path.with_name(path.name + ".new")  # no process finds the file before it is locked
+    lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    new.rename(_lock_file(path))
+    return WeightsFolder(path, lock, temporary=True)
 
 
-def _read_manifest(folder: Path) -> dict[str, list[_Block]]:
-    """Returns the blocks of all ranks by the name of their weight."""
-    blocks: dict[str, list[_Block]] = {}
-    for rank in range(int(json.loads((folder / "manifest.json").read_text())["ranks"])):
-        for block in _read_blocks(folder, rank):
-            blocks.setdefault(block.info.name, []).append(block)
-    return blocks
-
-
-def _read_blocks(folder: Path, rank: int) -> list[_Block]:
-    """Returns the blocks that this rank wrote."""
-    return [_block(folder, row) for row in json.loads((folder / f"rank-{rank}.json").read_text())["blocks"]]
-
-
-def _block(folder: Path, row: Mapping[str, Any]) -> _Block:
-    info = decode_info(row["piece"])
-    return _Block(info=info, path=folder / row["file"], key=row["key"], checksum=int(row["checksum"]))
-
-
-def _version_folder(folder: Path, version: int) -> Path:
-    return folder / f"version-{version}"
-
-
-def _versions(folder: Path) -> list[int]:
-    """Returns the whole versions, oldest first."""
-    names = os.listdir(folder) if folder.is_dir() else []
-    numbers = sorted(int(number) for name in names if (number := name.removeprefix("version-")) != name and number.isdigit())
-    return [number for number in numbers if (_version_folder(folder, number) / "manifest.json").exists()]
+def _lock_file(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")

@@ -68,14 +68,14 @@ class ShardingManager:
             self._route = self._make_route()
         else:
             report = self._move(self._route, version)
-        check_range(self._rollout)
+        check_range(self._rollout.live_weights())
         self._train.offload()
         self._rollout.wake_up()
         report.seconds = time.perf_counter() - start
         return report
 
     def _stream(self, version: int) -> SyncReport:
-        buckets = self._train.named_weights(bucket_bytes=self._bucket_bytes)
+        buckets = self._train.published_weights(bucket_bytes=self._bucket_bytes)
         own = self._train.local_weights() or ()
         return update_by_stream(self._rollout, buckets, version, own=own, check=self._check, agree=self._agree)
 

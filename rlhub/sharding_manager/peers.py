@@ -155,7 +155,12 @@ class Peers:
         return min(int(other) for other in self.all_gather(torch.tensor([value])))
 
     def close(self) -> None:
-        """Closes the connections; peers that wait for this process notice it."""
+        """Closes the connections; peers that wait for this process notice it.
+
+        A kernel of NCCL's that waits for a peer would keep the device busy, so such a group that was joined is aborted.
+        """
+        if self.store is not None and self.device.type == "cuda":
+            self.group.abort()
         del self.group
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.errors import WeightMismatchError
 from rlhub.protocol.weights.fingerprint import combine, digests, nonfinite_names
 from rlhub.protocol.weights.pieces import Piece, num_elements, sizes, whole
@@ -35,7 +34,9 @@ class SyncReport:
     """The report of one update of the rollout engine's weights.
 
     bytes: the size of the full weights in the engine's dtype.
-    wire_bytes: the bytes that this rank received from other processes; None if the weights were streamed.
+    wire_bytes: the bytes that this rank received from other processes, or wrote for them; None if the weights were streamed.
+    fallbacks: the versions so far that a reader had to get in full because a delta was of no use.
+    address: where replicas get this rank's part of the version; "" where it is in a folder that all reach.
     fingerprint: the fingerprint of this rank's parts, equal for equal weights that moved the same way; empty if the check is off
         or the process has no rollout engine's weights.
     """
@@ -46,6 +47,8 @@ class SyncReport:
     version: int
     fingerprint: str
     wire_bytes: int | None = None
+    fallbacks: int = 0
+    address: str = ""
 
 
 class Route:
@@ -182,11 +185,10 @@ def raise_first(names: list[str], differing: list[str], agree: Agree) -> None:
     )
 
 
-def check_range(rollout: RolloutEngine) -> None:
+def check_range(weights: Iterable[Piece]) -> None:
     """Raises WeightMismatchError for a weight that the cast has made infinite: float16 ends at 65504, and the comparison of
     both sides comes after the cast."""
-    pieces = (piece for piece in rollout.live_weights() if piece.tensor.dtype == torch.float16)
-    if infinite := nonfinite_names((piece.name, piece.tensor) for piece in pieces):
+    if infinite := nonfinite_names((piece.name, piece.tensor) for piece in weights if piece.tensor.dtype == torch.float16):
         raise WeightMismatchError(
             f"{infinite[0]} is beyond what the rollout engine's float16 can hold ({len(infinite)} weights in all): set "
             "actor_rollout_ref.rollout.dtype=bfloat16 or float32",

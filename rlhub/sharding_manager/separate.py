@@ -147,7 +147,7 @@ class WeightSender(_Half):
         description = StreamedDescription(self._train.local_weights() or () if self._check else ())
         receivers = [rank for rank, side in enumerate(self._sides) if side == "receiver"] if peers.rank == 0 else []
         num_bytes = 0
-        for bucket in self._train.named_weights(bucket_bytes=self._bucket_bytes):
+        for bucket in self._train.published_weights(bucket_bytes=self._bucket_bytes):
             for name, tensor in bucket:
                 description.note(name, tensor)
                 num_bytes += tensor.nbytes
@@ -182,7 +182,7 @@ class WeightReceiver(_Half):
         """Receives the senders' weights as policy `version`; no request may be running."""
         self._rollout.wake_up(weights_only=True)
         report = self._transfer(version, lambda peers: self._stream(peers, version), lambda route: self._move(route, version))
-        check_range(self._rollout)
+        check_range(self._rollout.live_weights())
         self._rollout.wake_up()
         return report
 

@@ -35,7 +35,8 @@ class ReplicaPlaces:
     """Gives the replicas of a Ray backend their places, by number.
 
     counts: replicas on each machine of a pool of their own; actor_ranks: those of the actor, where they share its devices.
-    devices_each: how many devices a replica has, all on one machine.
+    devices_each: how many devices a replica has, all on one machine.  one_by_one: GPUs of a pool of their own are reserved when a
+    replica starts and released by `free`, for others to use meanwhile; else all of them at once.
     """
 
     def __init__(
@@ -46,27 +47,41 @@ class ReplicaPlaces:
         actor_ranks: Sequence[DevicePlace] = (),
         deadline_s: float = 120.0,
         devices_each: int = 1,
+        one_by_one: bool = False,
     ) -> None:
         self._device, self._counts, self._each = device, list(counts), devices_each
         self._actor_ranks = list(actor_ranks)
-        self._deadline_s = deadline_s
+        self._deadline_s, self._one_by_one = deadline_s, one_by_one
         self._pool: RayResourcePool | None = None
+        self._own: dict[int, RayResourcePool] = {}
 
     def reserve(self) -> None:
         """Reserves the pool's GPUs; raises ResourceError when the cluster cannot give them in time."""
-        if self._device == "cuda" and not self._actor_ranks:
-            from rlhub.single_controller.ray.pool import RayResourcePool
+        if self._device == "cuda" and not self._actor_ranks and not self._one_by_one:
+            self._pool = self._reserved(self._counts)
 
-            self._pool = RayResourcePool(
-                self._counts,
-                use_gpu=True,
-                deadline_s=self._deadline_s,
-                wait_for_nodes=True,
-                amounts={"CPU": 1.0, "GPU": float(self._each)},
-            )
-            self._pool.slots()
+    def _reserved(self, counts: Sequence[int]) -> RayResourcePool:
+        from rlhub.single_controller.ray.pool import RayResourcePool
+
+        pool = RayResourcePool(
+            counts,
+            use_gpu=True,
+            deadline_s=self._deadline_s,
+            wait_for_nodes=True,
+            amounts={"CPU": 1.0, "GPU": float(self._each)},
+        )
+        pool.slots()
+        return pool
+
+    def free(self, number: int) -> None:
+        """Releases the GPUs of a replica that has ended, where it had a reservation of its own."""
+        if (pool := self._own.pop(number, None)) is not None:
+            pool.release()
 
     def release(self) -> None:
+        """Releases all GPUs."""
+        for number in list(self._own):
+            self.free(number)
         if self._pool is not None:
             self._pool.release()
             self._pool = None
@@ -79,6 +94,11 @@ class ReplicaPlaces:
             slots = self._pool.slots()
             self._check(number, len(slots))
             return replace(common, num_gpus=float(self._each), slot=slots[number])
+        if not self._actor_ranks:
+            self._check(number, sum(self._counts))
+            if number not in self._own:
+                self._own[number] = self._reserved([1])
+            return replace(common, num_gpus=float(self._each), slot=self._own[number].slots()[0])
         self._check(number, len(self._actor_ranks) // self._each)
         places = self._actor_ranks[number * self._each : (number + 1) * self._each]
         devices = ",".join(place.device for place in places)

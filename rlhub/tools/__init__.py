@@ -7,5 +7,5 @@ schemas.py       the schema of a typed function, and arguments checked against a
 formats.py       tool calls parsed from a reply
 call_streams.py  tool calls parsed from a reply while it is generated
 calculator.py python.py mcp.py   the tools that come with rlhub
-python_child.py  the program in which a model's Python code runs
+python_program.py python_child.py   the program in which a model's Python code runs, and its forks in a child
 """

@@ -13,9 +13,9 @@ import copy
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rlhub.tools.formats import CLOSE, MAX_OBJECTS, OPEN, ParsedReply, as_call, parse_hermes, parse_json
 from rlhub.utils.tool_calls import ToolCall
@@ -37,7 +37,14 @@ class CallPart:
     arguments: str = ""
 
 
-ReplyPart = str | CallPart
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ReasoningPart:
+    """A part of what the model writes before its answer, which is no part of the answer's text."""
+
+    text: str
+
+
+ReplyPart = str | CallPart | ReasoningPart
 
 
 class CallStream(ABC):
@@ -54,11 +61,23 @@ class CallStream(ABC):
     def end(self) -> list[ReplyPart]:
         """Ends the reply; returns all remaining parts."""
 
+    def whole(self, text: str) -> list[ReplyPart]:
+        """Returns the parts of a whole reply; nothing was appended before."""
+        return [*self.add(text), *self.end()]
+
     def closes_with(self, text: str) -> bool:
         """Returns whether `text` would complete a call, without appending it."""
         ahead = copy.deepcopy(self)
         ahead.add(text)
         return ahead.num_closed > 0
+
+
+class ReplyParser(Protocol):
+    """Parses replies in the format of a library, whose parsers are built for one tokenizer.  Its text has all special tokens."""
+
+    def stream(self, tools: Sequence[dict[str, Any]], prompt_ids: Sequence[int]) -> CallStream:
+        """Returns the parser of one reply.  tools: those that it may call; none: it is not searched for calls."""
+        ...
 
 
 class PlainText(CallStream):
@@ -69,6 +88,27 @@ class PlainText(CallStream):
 
     def end(self) -> list[ReplyPart]:
         return []
+
+
+class Chained(CallStream):
+    """Parses the text that one parser leaves with another: the calls of a reply whose reasoning was taken out."""
+
+    def __init__(self, first: CallStream, then: CallStream) -> None:
+        super().__init__()
+        self._first, self._then = first, then
+
+    def add(self, text: str) -> list[ReplyPart]:
+        return self._pass_on(self._first.add(text))
+
+    def end(self) -> list[ReplyPart]:
+        return [*self._pass_on(self._first.end()), *self._then.end()]
+
+    def whole(self, text: str) -> list[ReplyPart]:
+        return [*self._pass_on(self._first.whole(text)), *self._then.end()]
+
+    def _pass_on(self, parts: list[ReplyPart]) -> list[ReplyPart]:
+        read = (self._then.add(part) if isinstance(part, str) else [part] for part in parts)
+        return [part for found in read for part in found]
 
 
 class WholeReply(CallStream):

@@ -19,9 +19,20 @@ from typing import Any
 
 from rlhub.tracking.generations import list_generations, read_generations
 from rlhub.tracking.metrics_log import read_metrics
-from rlhub.tracking.report_charts import MAX_POINTS, NUM_COLOURS, Chart, Series, gantt, line_chart, number, page, stacked_columns
+from rlhub.tracking.report_charts import (
+    MAX_POINTS,
+    NUM_COLOURS,
+    Chart,
+    Series,
+    episode_chart,
+    gantt,
+    line_chart,
+    number,
+    page,
+    stacked_columns,
+)
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.tracking.spans import read_trace
+from rlhub.tracking.spans import is_episode, read_trace
 from rlhub.tracking.tracker import GenerationRow, RunInfo, Status
 from rlhub.utils.atomic import write_text
 from rlhub.utils.timing import NODE_TIME
@@ -41,6 +52,11 @@ NO_BAR = 'style="visibility:hidden"'
 """The style of a node's bar there."""
 GRAPH_NOTE = '<p class="note">The mean seconds of each node, with a bar; those of nodes that run at the same time overlap.</p>'
 GANTT_NOTE = "What ran when, a row for each role, replica or thread; trace.json has more of it, for ui.perfetto.dev."
+EPISODES_NOTE = (
+    "The slowest episodes and some drawn at random, by prompt and sample, each from its start: queue (until its first "
+    "generation), generate, tool (its own code, its environment or application) and reward (the scoring of its group, when the "
+    "others of its prompt have ended)."
+)
 CURVES_NOTE = (
     "Steps run from left to right. Of noisy figures the pale line is the value of each step and the strong one a moving average. "
     f"A curve of more than {MAX_POINTS} steps is drawn from means of neighbouring steps; metrics.jsonl has them all."
@@ -75,6 +91,7 @@ PANELS = (
     Panel(title="Staleness (versions)", pattern=r"staleness/(mean|p50|p95|max)", zero=True),
     Panel(title="Samples that train, of prompts with short and long responses", pattern=r"rollout/trained_share(_short|_long)?"),
     Panel(title="Share of time without work", pattern=r"(trainer|rollout)/idle_share", zero=True),
+    Panel(title="Replicas of the rollout service", pattern=r"rollout/replicas", zero=True, smooth=False),
     Panel(title="Policy loss", pattern=r"actor/pg_loss"),
     Panel(title="Clipped fraction", pattern=r"actor/pg_clipfrac(_lower)?", zero=True),
     Panel(title="Gradient norm", pattern=r"((actor|critic|train)/)?grad_norm"),
@@ -111,7 +128,7 @@ def write_report(folder: RunFolder, info: RunInfo, status: Status, message: str 
     """Writes report.html from the files of the run folder, in place of the old one, and returns its path."""
     series = collect(read_metrics(folder.metrics))
     sections = [_header(series, info, status), _alert(status, message), _tiles(series)]
-    sections += [_panels(series), _timing(series), _graph(folder, series), _gantt(folder), _staleness(series)]
+    sections += [_panels(series), _timing(series), _graph(folder, series), *_charts_of_spans(folder), _staleness(series)]
     sections += [_samples(folder.generations), _others(series), _config(folder)]
     body = "\n".join(section for section in sections if section)
     document = page(f"{info.experiment} · {info.project}", body)
@@ -267,9 +284,15 @@ def _graph(folder: RunFolder, series: dict[str, Series]) -> str:
     return f'<h2>The step as a graph</h2><div class="charts wide"><div class="chart">{picture}</div></div>{GRAPH_NOTE}'
 
 
-def _gantt(folder: RunFolder) -> str:
-    chart = gantt(read_trace(folder.trace))
-    return f'<h2>Steps</h2>{chart}<p class="note">{GANTT_NOTE}</p>' if chart else ""
+def _charts_of_spans(folder: RunFolder) -> list[str]:
+    """Returns the sections of the steps and of single episodes."""
+    spans = read_trace(folder.trace)
+    steps = gantt([span for span in spans if not is_episode(span)])
+    episodes = episode_chart([span for span in spans if is_episode(span)])
+    return [
+        f'<h2>Steps</h2>{steps}<p class="note">{GANTT_NOTE}</p>' if steps else "",
+        f'<h2>Episodes</h2>{episodes}<p class="note">{EPISODES_NOTE}</p>' if episodes else "",
+    ]
 
 
 def _staleness(series: dict[str, Series]) -> str:

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from rlhub.tracking.spans import STEPS, Span, lanes_of
@@ -259,20 +259,40 @@ def gantt(spans: Sequence[Span]) -> str:
     window = last_steps(spans)
     if window is None:
         return ""
+    left_out = f"{window.left_out} short ones are left out" if window.left_out else ""
+    return _bars(window, lanes_of(window.spans), "Last steps", left_out)
+
+
+def episode_chart(spans: Sequence[Span]) -> str:
+    """Returns the timelines of single episodes as an HTML figure, each from 0 and the longest first; "" when there are none."""
+    starts: dict[str, float] = {}
+    for span in spans:
+        starts[span.lane] = min(span.start, starts.get(span.lane, span.start))
+    moved = [replace(span, start=span.start - starts[span.lane], end=span.end - starts[span.lane]) for span in spans]
+    ends: dict[str, float] = {}
+    for span in moved:
+        ends[span.lane] = max(span.end, ends.get(span.lane, 0.0))
+    if not any(ends.values()):
+        return ""
+    window = Window(spans=sorted(moved, key=lambda span: span.start), start=0.0, end=max(ends.values()), left_out=0)
+    return _bars(window, sorted(ends, key=lambda lane: -ends[lane]), "Single episodes", "")
+
+
+def _bars(window: Window, lanes: Sequence[str], title: str, note: str) -> str:
+    """Returns a chart of spans over time as an HTML figure."""
     colours = _colours_of(window.spans)
     parts: list[str] = []
     top = float(GANTT_TOP)
-    for lane in lanes_of(window.spans):
+    for lane in lanes:
         rows = stack([span for span in window.spans if span.lane == lane])
         parts.append(f'<text x="{LABEL - 8}" y="{top + ROW - 4:.1f}" text-anchor="end">{escape(_cut(lane, 26))}</text>')
         for index, row in enumerate(rows):
             parts += [_span_bar(span, top + index * ROW, window, colours) for span in row]
         top += len(rows) * ROW + GAP
-    height = top + AXIS
-    left_out = f'<span class="last">{window.left_out} short ones are left out</span>' if window.left_out else ""
+    said = f'<span class="last">{escape(note)}</span>' if note else ""
     return (
-        f'<figure class="chart"><figcaption><b>Last steps</b>{left_out}</figcaption><div class="plot">'
-        f'<svg viewBox="0 0 {GANTT_WIDTH} {height:.0f}" role="img" aria-label="what ran when in the last steps">'
+        f'<figure class="chart"><figcaption><b>{title}</b>{said}</figcaption><div class="plot">'
+        f'<svg viewBox="0 0 {GANTT_WIDTH} {top + AXIS:.0f}" role="img" aria-label="{title}: what ran when">'
         f"{_time_axis(window, top)}{''.join(parts)}</svg></div></figure>"
     )
 

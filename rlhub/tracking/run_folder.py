@@ -6,7 +6,7 @@
         logs/<role>-rank<r>.log                                       global_step_<n>/ checkpoints
         trace.json             the timeline, for trace viewers        trackers/<name>/ files of a tracker on this machine
         graph.svg              the graph of a step, if it is one      earlier-<k>/     an earlier run that was moved aside
-        run.lock tracking.json
+        run.lock tracking.json                                admin.json       address and key of a running job's administration
 
 Names of files that a run writes match `WRITTEN`; all other files in the folder are the user's and stay as they are.  A folder
 with files but without a run is refused, since a run would write among them.
@@ -44,7 +44,7 @@ NO_FOLDER_LOCK = (*NO_FLOCK, errno.EBADF, errno.EINVAL, errno.EISDIR)  # NFS loc
 LOCK = "run.lock"
 FILES = (
     "config.yaml", "config.*.yaml", "metrics.jsonl", "prompts.jsonl", "report.html", "graph.svg", "trace.json", "tracking.json",
-    "latest_checkpointed_iteration.txt",
+    "latest_checkpointed_iteration.txt", "admin.json",
 )  # fmt: skip
 FOLDERS = (
     "logs", "generations", "batches", "tensorboard", "wandb", TRACKERS_FOLDER, "rlhub-weights-*",

@@ -14,7 +14,9 @@ CallTiming times worker-group calls in dispatch, and counts what they carry: the
 
 from __future__ import annotations
 
+import heapq
 import json
+import random
 import threading
 import time
 from collections import deque
@@ -33,6 +35,9 @@ if TYPE_CHECKING:  # its package loads torch, which readers of a trace do not ne
 CAPACITY = 20_000
 """Number of spans that are kept: about 3 MB of trace, and some hundred steps of a run with a dozen replicas."""
 
+EPISODES = 12
+"""Number of the slowest episodes whose spans are kept, and of those that are drawn at random."""
+
 STEPS = "steps"
 """The lane whose spans are the training steps."""
 TRAINER = "trainer"
@@ -42,6 +47,9 @@ BYTES_OUT, BYTES_IN, CALLS = "perf/driver_bytes_out", "perf/driver_bytes_in", "p
 BYTES_PROMPTS = "perf/driver_bytes_prompts"
 PROMPT_CALLS = ("generate_sequences", "begin_scoring", "take_prompt")
 """Methods that carry the data's columns: the tokens of prompts, and what a reward function reads beside responses."""
+
+EPISODE = "episode"
+"""The first word of the lanes of single episodes, of which only some are kept."""
 
 AHEAD = "episodes"
 """Name of the thread that waits for episodes while the training loop goes on: its calls are no phases of a step."""
@@ -66,6 +74,16 @@ class Span:
     args: Mapping[str, Value] = field(default_factory=dict)
 
 
+def episode_lane(ordinal: int, sample: int) -> str:
+    """Returns the lane of an episode: sample number `sample` of the prompt with number `ordinal`."""
+    return f"{EPISODE} {ordinal}-{sample}"
+
+
+def is_episode(span: Span) -> bool:
+    """Returns whether the span is one of a single episode."""
+    return span.lane.startswith(f"{EPISODE} ")
+
+
 class RecordSpan(Protocol):
     """Records a span, for packages that do not import this one: `SpanLog.record`, or `ignore_span`."""
 
@@ -76,10 +94,55 @@ def ignore_span(lane: str, name: str, start: float, end: float, /, **args: Value
     """Records nothing, for runs without a trace."""
 
 
+class EpisodeSpans:
+    """Keeps the spans of the slowest episodes of a run, and of as many drawn at random.  An episode's time counts from the end of
+    its first span, in which it waits."""
+
+    def __init__(self, count: int = EPISODES) -> None:
+        self.count = count
+        self._kept: dict[str, list[Span]] = {}
+        self._slowest: list[tuple[float, int, str]] = []
+        self._drawn: list[str] = []
+        self._num_added = 0
+        self._chance = random.Random(0)  # its own, so that a run's numbers do not depend on its trace
+        self._lock = threading.Lock()
+
+    def add(self, spans: Sequence[Span]) -> None:
+        """Takes the spans of an episode, or of one more attempt at it."""
+        if not spans:
+            return
+        lane, seconds = spans[0].lane, max(span.end for span in spans) - spans[0].end
+        with self._lock:
+            self._num_added += 1
+            if lane in self._kept:
+                self._kept[lane] += spans
+                return
+            heapq.heappush(self._slowest, (seconds, self._num_added, lane))
+            if len(self._slowest) > self.count:
+                heapq.heappop(self._slowest)
+            place = len(self._drawn) if len(self._drawn) < self.count else self._chance.randrange(self._num_added)
+            if place < self.count:
+                self._drawn[place : place + 1] = [lane]
+            wanted = {*self._drawn, *(slow for *_, slow in self._slowest)}
+            self._kept = {name: kept for name, kept in (self._kept | {lane: list(spans)}).items() if name in wanted}
+
+    def extend(self, span: Span) -> None:
+        """Adds a span to its episode, if that is kept."""
+        with self._lock:
+            if span.lane in self._kept:
+                self._kept[span.lane].append(span)
+
+    def latest(self) -> list[Span]:
+        """Returns the spans of the episodes that are kept."""
+        with self._lock:
+            return [span for spans in self._kept.values() for span in spans]
+
+
 class SpanLog:
-    """Keeps the newest spans; recording one costs about a microsecond."""
+    """Keeps the newest spans; recording one costs about a microsecond.  episodes: those of some single episodes."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
+        self.episodes = EpisodeSpans()
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._lock = threading.Lock()  # a deque must not grow while it is copied
 
@@ -104,9 +167,9 @@ class SpanLog:
         self.record(TRAINER if thread is threading.main_thread() else thread.name, name, start, end)
 
     def latest(self) -> list[Span]:
-        """Returns the spans that are kept, in the order in which they ended."""
+        """Returns the spans that are kept, in the order in which they ended, and after them those of single episodes."""
         with self._lock:
-            return list(self._spans)
+            return [*self._spans, *self.episodes.latest()]
 
 
 class CallTiming:

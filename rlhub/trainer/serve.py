@@ -22,8 +22,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rlhub.agents.openai_server.admin import Administration
+from rlhub.agents.openai_server.answering import ServerOptions
 from rlhub.agents.openai_server.errors import unavailable
-from rlhub.agents.openai_server.server import OpenAIServer, ServerOptions
+from rlhub.agents.openai_server.server import OpenAIServer
 from rlhub.config.rules.derive import resolve_device
 from rlhub.config.sections.serve import ServeConfig
 from rlhub.engines.rollout.base import (
@@ -44,7 +45,7 @@ from rlhub.models.tokenizer import check_tokenizer, load_tokenizer, read_vocabul
 from rlhub.protocol.weights.fingerprint import nonfinite_names
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.rollout_service.weights_folder import FolderReader, folder_reader
-from rlhub.tools.registry import TOOL_FORMATS
+from rlhub.tools.registry import reply_format
 from rlhub.utils.atomic import write_text
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ def build_engine(config: ServeConfig) -> RolloutEngine:
             max_prompt_length=0,
             max_response_length=0,
             load_checkpoint=True,
+            structured=True,
         )
     )
     engine.initialize()
@@ -133,6 +135,7 @@ def build_server(config: ServeConfig, engine: ServedEngine, key: str, admin_key:
     """Builds the endpoint, which does not listen yet."""
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     section, length, vocabulary = config.server, max_model_len(config), read_vocabulary(config.model, tokenizer)
+    form = reply_format(section.tool_format, section.reasoning_parser, tokenizer, section.chat_template_kwargs)
     sampling = SamplingParams(
         temperature=section.temperature,
         top_p=section.top_p,
@@ -152,7 +155,8 @@ def build_server(config: ServeConfig, engine: ServedEngine, key: str, admin_key:
         connection_s=section.connection_s,
         request_s=section.request_s,
         vocab_size=vocabulary.size,
-        find_calls=TOOL_FORMATS.get(section.tool_format),
+        find_calls=form.find_calls,
+        parser=form.parser,
         template_kwargs=section.chat_template_kwargs,
     )
     return OpenAIServer(engine, tokenizer, sampling, options, admin=engine)

@@ -22,6 +22,7 @@ from rlhub.data.episodes import EpisodeDataset
 from rlhub.data.order import IndexedData, ResumableLoader
 from rlhub.data.supervised import PreferenceDataset, SFTDataset
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
+from rlhub.models.vision import image_reader
 from rlhub.pipeline.builtin import DEMONSTRATIONS, PAIRS
 from rlhub.pipeline.executor import Executor, RoleCalls, names_of
 from rlhub.pipeline.graph import TaskGraph
@@ -142,7 +143,9 @@ def _dataset(config: SupervisedConfig) -> Callable[..., IndexedData]:
     """Returns the class of the data set; it is called with (files, tokenizer, *, vocab_size)."""
     if isinstance(config, SFTConfig):
         vla = vla_of(config.model)
-        return partial(SFTDataset, config.data) if vla is None else partial(EpisodeDataset, vla=vla)
+        if vla is not None:
+            return partial(EpisodeDataset, vla=vla)
+        return partial(SFTDataset, config.data, reader=image_reader(config.model))
     return partial(PreferenceDataset, config.data, margin_key=config.margin_key if isinstance(config, RMConfig) else None)
 
 

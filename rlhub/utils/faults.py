@@ -72,6 +72,7 @@ PLACES: dict[str, Place] = {
     "checkpoint.write": Place(doc="a process writes a file of a checkpoint", kinds=_STORAGE),
     "checkpoint.written": Place(doc="a file of a checkpoint is written, the checkpoint does not count yet", kinds=_DAMAGE),
     "checkpoint.committed": Place(doc="a checkpoint counts; its largest file is damaged", kinds=_DAMAGE),
+    "weights.written": Place(doc="new weights are there for replicas to read; their largest file is damaged", kinds=_DAMAGE),
     "metrics.write": Place(doc="the driver writes a step's line to metrics.jsonl", kinds=_STORAGE),
     "replica.start": Place(doc="a replica (rank: its number) builds its engine", kinds=_PROCESS),
     "replica.generate": Place(doc="a replica takes a request", kinds=_PROCESS),
@@ -269,7 +270,7 @@ _load = functools.cache(load)
 
 def call_with_fault(target: str, fault: str | None, arguments: dict[str, Any]) -> Any:
     """Returns the result of `target` for the arguments, or fails as a fault plan says.  A child of a pool runs it where faults
-    are planned for the pool's function."""
+    are planned for the pool's function, or where calls name functions of their own."""
     function = _load(target)
     match fault:
         case "raise":

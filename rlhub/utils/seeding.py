@@ -32,6 +32,8 @@ class Purpose(IntEnum):
     far."""
     SELECTION = 4
     """The keys by which a loss selects tokens; its numbers are step and sample."""
+    CURRICULUM = 5
+    """The order of rows that were drawn equally often; its number is that of the batch."""
 
 
 def sample_seed(run_seed: int, ordinal: int, sample: int) -> int:

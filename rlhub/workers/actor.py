@@ -6,6 +6,7 @@ Thin shells: each method hands its rows to an engine and wraps what comes back.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhub.algorithms.estimation import ColumnOutputs, compute_advantages, measure_batch, rollout_correction, select_tokens
@@ -20,7 +21,8 @@ from rlhub.engines.training.registry import build_policy_engine, build_reference
 from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.models.throughput import ThroughputMeter
 from rlhub.protocol import DataProto
-from rlhub.sharding_manager.files import WeightWriter
+from rlhub.sharding_manager.files import WeightWriter, new_in_memory
+from rlhub.sharding_manager.mirror import COLLECTIVE, VersionServer
 from rlhub.sharding_manager.route import SyncReport
 from rlhub.sharding_manager.separate import WeightSender
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
@@ -35,7 +37,7 @@ class ActorPart(EngineWorker):
     """Has the methods of every worker with the actor, whatever else shares its process.  All methods run on every rank.
 
     train: False builds no optimizer.  needs_reference: keep the starting policy here too.  algorithm: read by what works on the
-    token columns of a batch; None takes its defaults.
+    token columns of a batch; None takes its defaults.  by_source: the same of data sources with an estimator of their own.
     """
 
     def __init__(
@@ -46,19 +48,23 @@ class ActorPart(EngineWorker):
         train: bool = True,
         needs_reference: bool = False,
         algorithm: AlgorithmConfig | None = None,
+        by_source: Mapping[str, AlgorithmConfig] | None = None,
     ) -> None:
         self.config, self.runtime, self.algorithm = config, runtime, algorithm or AlgorithmConfig()
+        self.by_source = by_source or {}
         self.train, self.needs_reference = train, needs_reference
         self.device = runtime.torch_device(self.local_rank)
         self.hf_model = config.model
         vla = vla_of(config.model)
         self.units = Units(level=config.actor.log_prob_level, action_dim=vla.action_dim if vla else 1)
         self._writer: tuple[str, WeightWriter] | None = None  # and its folder
+        self._server: VersionServer | None = None
 
     def _init_actor(self) -> None:
         """Builds the training engines (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self.engine = build_policy_engine(self.config, device=self.device, seed=self.runtime.seed, train=self.train)
+        self.engine.publishes_adapters = self.config.rollout.lora_sync == "adapter" and self.config.model.lora_rank > 0
         self.engine.initialize()
         self.reference = self._build_reference()
         self._register_dispatch_collect_info("actor", self.engine.dp_rank, self.engine.is_collect)
@@ -118,6 +124,7 @@ class ActorPart(EngineWorker):
             kl_coef=batch.meta_info.get("kl_coef", 0.0),
             version=batch.meta_info.get("policy_version"),
             mask_truncated=self.config.actor.mask_truncated,
+            by_source=self.by_source,
         )
         return self._new_columns(outputs)
 
@@ -177,15 +184,41 @@ class ActorPart(EngineWorker):
         return 1.0 if counts is None or not counts.rows else counts.ratio
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
-    def write_weights(self, folder: str, version: int) -> SyncReport:
-        """Writes the policy's weights in the folder as `version` (collective); whoever generates with them goes on meanwhile."""
+    def write_weights(self, folder: str, version: int, full_every: int = 1) -> SyncReport:
+        """Writes the policy's weights in the folder as `version` (collective); whoever generates with them goes on meanwhile.
+
+        folder: COLLECTIVE for one of each rank's own, which it serves at the report's address.  full_every: see WeightWriter.
+        """
         release_idle_memory()
         check_finite(self.engine, "before the sync")
         if self._writer is None or self._writer[0] != folder:
-            bucket_bytes = self.config.rollout.update_weights_bucket_mb << 20
-            writer = WeightWriter(self.engine, Path(folder), bucket_bytes=bucket_bytes, timeout_s=self.runtime.deadline_s)
-            self._writer = folder, writer
-        return self._writer[1].write(version)
+            self._writer = folder, self._new_writer(folder, full_every)
+        report = self._writer[1].write(version)
+        report.address = self._server.address if self._server is not None and folder == COLLECTIVE else ""
+        return report
+
+    def _new_writer(self, folder: str, full_every: int) -> WeightWriter:
+        path = self._serve_own() if folder == COLLECTIVE else Path(folder)
+        writer = WeightWriter(
+            self.engine,
+            path,
+            bucket_bytes=self.config.rollout.update_weights_bucket_mb << 20,
+            timeout_s=self.runtime.deadline_s,
+            full_every=full_every,
+            own_folder=folder == COLLECTIVE,
+        )
+        self.closing.callback(writer.close)
+        return writer
+
+    def _serve_own(self) -> Path:
+        """Opens a folder in this machine's memory and serves it."""
+        own = new_in_memory()
+        self.closing.callback(own.close)
+        self._server = VersionServer(
+            own.path, host=self.context.node, rank=self.rank, timeout_s=self.runtime.deadline_s, device=self.engine.device
+        )
+        self.closing.callback(self._server.close)
+        return own.path
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def device_places(self) -> DevicePlace:

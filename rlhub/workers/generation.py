@@ -18,6 +18,7 @@ from rlhub.engines.rollout.base import FINISH_CODES, Completion, GenerationReque
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError
 from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
+from rlhub.protocol.sequences import images_of
 from rlhub.utils import faults
 from rlhub.utils.seeding import sample_seeds
 from rlhub.workers.memory_handover import WorkerRuntime
@@ -52,17 +53,27 @@ def rollout_setup(
         dp_rank=dp_rank,
         tp_rank=tp_rank,
         load_checkpoint=load_checkpoint,
+        structured=config.rollout.agent.has_frozen_roles,
     )
 
 
 def generation_requests(
-    prompts: Tensor, attention_mask: Tensor, ordinals: Tensor, *, num_samples: int, run_seed: int, images: Tensor | None = None
+    prompts: Tensor,
+    attention_mask: Tensor,
+    ordinals: Tensor,
+    *,
+    num_samples: int,
+    run_seed: int,
+    images: Tensor | None = None,
+    pictures: Tensor | None = None,
 ) -> list[GenerationRequest]:
     """Returns num_samples requests per prompt, samples of a prompt side by side.
 
     prompts and attention_mask: (rows, prompt), left padded; ordinals: (rows,) the prompts' running numbers in the run; images:
-    (rows, images, colours, height, width) uint8 of a policy that reads them.
+    (rows, images, colours, height, width) uint8 of a policy that reads them; pictures: the column `images` of a language model
+    that reads them (see `images_column`).
     """
+    files = [b""] * len(prompts) if pictures is None else images_of(pictures)
     lengths = attention_mask.sum(1).tolist()
     requests: list[GenerationRequest] = []
     for row, (ids, length, ordinal) in enumerate(zip(prompts.tolist(), lengths, ordinals.tolist(), strict=True)):
@@ -71,7 +82,7 @@ def generation_requests(
         own = ids[len(ids) - length :]
         seeds = sample_seeds(run_seed, ordinal, num_samples)
         pixels = None if images is None else images[row]
-        requests += [GenerationRequest(prompt_ids=own, seed=seed, images=pixels) for seed in seeds]
+        requests += [GenerationRequest(prompt_ids=own, seed=seed, images=pixels, pictures=files[row]) for seed in seeds]
     return requests
 
 

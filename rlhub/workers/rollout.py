@@ -26,6 +26,7 @@ from rlhub.envs.vector.manager import EnvManagerOptions
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.models.vla.policy import PIXEL_VALUES
 from rlhub.protocol import DataProto
+from rlhub.protocol.sequences import IMAGES, repeat_rows
 from rlhub.rewards.pool import RewardFunction
 from rlhub.rewards.rows import BackgroundScorer, Decoder, PackedOutcomes
 from rlhub.rewards.srpo import episode_encoder
@@ -123,7 +124,7 @@ class RolloutPart(ScoringPart):
     @register(dispatch_mode=ROLLOUT, deadline="generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generates meta_info["n"] samples per prompt, neighbours in prompt order, as training columns, with the images of a
-        policy that reads them (pixel_values)."""
+        policy that reads them (pixel_values, images)."""
         self._wake_rollout()
         meta, columns = prompts.meta_info, prompts.batch
         requests = generation_requests(
@@ -133,6 +134,7 @@ class RolloutPart(ScoringPart):
             num_samples=meta["n"],
             run_seed=self.runtime.seed,
             images=columns.get(PIXEL_VALUES),
+            pictures=columns.get(IMAGES),
         )
         completions = self.rollout.generate(requests, self._sampling(meta))
         spoil_log_probs(completions, self.rank)
@@ -143,6 +145,8 @@ class RolloutPart(ScoringPart):
         rows = training_columns(columns["prompts"], columns["attention_mask"], padded, meta["n"])
         if PIXEL_VALUES in columns.keys():
             rows[PIXEL_VALUES] = columns[PIXEL_VALUES].repeat_interleave(meta["n"], 0)
+        if IMAGES in columns.keys():
+            rows[IMAGES] = repeat_rows(columns[IMAGES], meta["n"])
         return DataProto.from_dict(tensors=rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")

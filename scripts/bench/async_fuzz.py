@@ -3,16 +3,20 @@
     python scripts/bench/async_fuzz.py --steps 1000 --engine fake          # replicas are Ray actors
     python scripts/bench/async_fuzz.py --steps 20 --engine hf              # a real model, real weights published each step
     python scripts/bench/async_fuzz.py --steps 200 --kill driver           # the driver itself is killed -9 again and again
+    python scripts/bench/async_fuzz.py --steps 200 --scale                 # replicas come and go, and are killed while they start
+    python scripts/bench/async_fuzz.py --steps 60 --scale --broken stale   # a control: it must fail
 
 For each policy (drop, mask): train so many steps, then to the end of what was begun.  Asserted: trained staleness is never above
 the bound; every prompt was trained, or dropped or rejected, exactly once, by files that the reward function and training append
-to; nothing is left running; memory does not grow.  Exit status 1 where anything of it is not so.
+to; no request failed, was cut short, or got tokens of older weights than all replicas had; nothing is left running; memory
+does not grow.  Exit status 1 where anything of it is not so.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -22,6 +26,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,12 +46,15 @@ from transformers import AutoModelForCausalLM
 from rlhub.agents.workflows.base import WorkflowParts
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import SamplingParams
+from rlhub.errors import DeadlineError, EngineError, ResourceError, WorkerError
+from rlhub.rollout_service.elastic import ReplicaBounds
 from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import Pacing, StalenessManager
-from rlhub.rollout_service.fleet import FleetLimits
+from rlhub.rollout_service.fleet import Fleet, FleetLimits
 from rlhub.rollout_service.service import RolloutService, ServiceOptions
 from rlhub.sharding_manager.files import WeightWriter
+from rlhub.single_controller import AsyncActor
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.atomic import write_json
 from rlhub.workers.memory_handover import WorkerRuntime
@@ -56,6 +65,10 @@ ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 12
 WAIT_S = 120.0
 RUNTIME = WorkerRuntime(device="cpu", seed=0, max_prompt_length=8, max_response_length=NEW_TOKENS, deadline_s=60.0)
+MOST, PLACES, SCALED = 4, 4, 0.3
+"""With --scale: the largest number of replicas, the requests that one runs at once, and the share of the steps with a change."""
+START_S = 2.0
+"""A replica that is killed while it starts is killed within this time after its process is there."""
 RSS_FACTOR, RSS_SLACK_MB = 1.10, 30.0
 """Memory at the end against that after a fifth of the steps; a small process's arenas alone move by the slack."""
 
@@ -63,7 +76,7 @@ RSS_FACTOR, RSS_SLACK_MB = 1.10, 30.0
 @dataclass(kw_only=True)
 class Plan:
     """A run.  kill_every: steps between kills of a replica; checkpoint_every: steps between states.  hold: after the last step,
-    wait to be killed."""
+    wait to be killed.  scale: replicas come and go, by chance and by the queue.  broken: see async_fuzz_parts.BROKEN."""
 
     folder: Path
     steps: int
@@ -80,11 +93,19 @@ class Plan:
     mean_s: float = 0.01
     driver_kills: int = 5
     hold: bool = False
+    scale: bool = False
+    broken: str = ""
+
+    @property
+    def changes(self) -> int:
+        """Changes of the replicas before which the run does not end, however fast its steps are."""
+        return self.steps // 5 if self.scale else 0
 
     def command(self) -> list[str]:
         """Of a process that goes on with it."""
         names = ("folder", "steps", "policy", "engine", "backend", "seed", "checkpoint_every")
         given = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(self, name)))]
+        given += ["--scale"] if self.scale else []
         return [sys.executable, str(Path(__file__).resolve()), "--child", *given]
 
 
@@ -101,8 +122,10 @@ class Loop:
         self.step = state["step"] if state else 0
         self.records = fuzz.Records(plan.folder)
         self.kills = self.pauses = 0
+        self.scaled: Counter[str] = Counter()
         self.runner = AsyncTaskRunner(name="episodes")
         self.service, self.writer = self._service()
+        self.witness = fuzz.Witness(self.service.router)
         self.ledger = PromptLedger(on_end=self.records.ended)
         self.executor = self._executor()
         if state is not None:
@@ -127,8 +150,16 @@ class Loop:
             run_folder=plan.folder,
             limits=FleetLimits(restarts=1 << 20, update_s=60.0, patience_s=2.0),
             ray_init={"num_cpus": 2, "object_store_memory": 150 << 20},
+            bounds=ReplicaBounds(
+                least=1 if plan.scale else plan.replicas, most=MOST if plan.scale else None, by_queue=plan.scale
+            ),
         )
+        if plan.scale:
+            config.rollout.max_num_seqs = PLACES
         service = RolloutService(config, RUNTIME, options, loop=self.runner.loop)
+        service.control.rule.hold_s, service.control.rule.idle_s = 1.0, 2.0
+        if plan.broken:
+            setattr(Fleet, *fuzz.BROKEN[plan.broken])
         service.start()
         return service, WeightWriter(self.trainer, service.folder, bucket_bytes=1 << 20)
 
@@ -146,7 +177,7 @@ class Loop:
         workflow = fuzz.Erratic(parts)
         return WorkflowExecutor(
             runner=self.runner,
-            engine=self.service.router,
+            engine=self.witness,
             workflow_for=lambda row: workflow,
             staleness=StalenessManager(plan.batch, plan.max_staleness, pacing=Pacing(plan.batch)),
             ledger=self.ledger,
@@ -160,13 +191,14 @@ class Loop:
             ),
             on_group=self.records.reward,
             keep=lambda group: fuzz.chance(plan.seed, group.ordinal, "filter").random() >= fuzz.FILTER,
-            interrupt=self.service.router.abort,
+            interrupt=self.witness.interrupt,
         )
 
     def publish(self, version: int) -> None:
         self.trainer.perturb(version)
         self.writer.write(version)
         self.service.publish(str(self.service.folder), version)
+        self.witness.settled = version
 
     def train_step(self) -> bool:
         """One step; False when nothing is left."""
@@ -198,8 +230,48 @@ class Loop:
             who.pause()
             time.sleep(0.02)
             who.resume()
+        if self.plan.scale and drawn.random() < SCALED:
+            asyncio.run_coroutine_threadsafe(self.scale(drawn), self.runner.loop).result(60)
         if self.plan.kill_every and self.step % self.plan.kill_every == self.plan.kill_every // 2:
             self.kill_replica(drawn)
+
+    @property
+    def num_changes(self) -> int:
+        """Of replicas, that have ended."""
+        return sum(self.service.control.counts.values())
+
+    async def scale(self, drawn: random.Random) -> None:
+        """Begins to add a replica, some of which are killed while they start, or to remove one, whatever else goes on."""
+        control, fleet = self.service.control, self.service.router.fleet
+        what = drawn.choice(("add", "add and kill", "remove"))
+        try:
+            if what == "remove":
+                control.begin_remove(drawn.choice(sorted(fleet.names)), "chance")
+            else:
+                change = control.begin_add("chance")
+                if what == "add and kill":
+                    self.killing = asyncio.create_task(self.kill_starting(change.replica, max(0.0, drawn.uniform(-1.0, 1.0))))
+        except (ResourceError, EngineError):
+            what = "refused"
+        self.scaled[what] += 1
+
+    async def kill_starting(self, name: str, patience_s: float) -> None:
+        """Kill -9 of a replica that starts, as soon as its process is there or a random while later."""
+        fleet = self.service.router.fleet
+        while name in fleet.names and not (found := [actor for actor in fleet._joining if actor.name == name]):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(patience_s * START_S)
+        with suppress(WorkerError, DeadlineError):
+            if name in fleet.starting and found[0] in fleet._joining:
+                await self.kill_process(found[0])
+                self.scaled["killed while it started"] += 1
+
+    async def kill_process(self, actor: AsyncActor) -> None:
+        if self.plan.backend == "local":
+            actor.kill()
+        else:
+            status = await actor.call("status", deadline_s=30.0)
+            os.kill(status.pid, signal.SIGKILL)
 
     def kill_replica(self, drawn: random.Random) -> None:
         """Kill -9 of its process, or with the local backend the end of its thread; never the last one."""
@@ -209,11 +281,7 @@ class Loop:
             if len(replicas) > 1:
                 victim = drawn.choice(replicas)
                 self.kills += 1
-                if self.plan.backend == "local":
-                    victim.actor.kill()
-                else:
-                    status = await victim.actor.call("status", deadline_s=30.0)
-                    os.kill(status.pid, signal.SIGKILL)
+                await self.kill_process(victim.actor)
 
         asyncio.run_coroutine_threadsafe(kill(), self.runner.loop).result(60)
 
@@ -247,7 +315,7 @@ def whole_run(plan: Plan) -> Result:
     early: fuzz.Footprint | None = None
     totals: dict[str, float] = {}
     try:
-        while loop.step < plan.steps:
+        while loop.step < plan.steps or loop.num_changes < plan.changes:
             loop.train_step()
             for name, value in loop.executor.metrics().items():
                 is_extreme = name.endswith("/max")
@@ -260,23 +328,37 @@ def whole_run(plan: Plan) -> Result:
             pass
         left = len(loop.runner._tasks)
         result.problems += fuzz.findings(plan.folder, loop.ledger, plan.max_staleness)
+        result.problems += loop.witness.findings()
         result.problems += leaks(early or late, late, left, loop.ledger, plan)
     finally:
         loop.close()
     counts = loop.ledger.counts
     result.shown = {
         "policy": plan.policy,
+        "seed": str(plan.seed),
         "engine": f"{plan.engine} ({plan.backend})",
         "steps": str(loop.step),
         "trained / rejected / dropped": " / ".join(str(count) for count in counts.values()),
         "staleness max": f"{totals['staleness/max']:.0f} of {plan.max_staleness}",
-        "masked": f"{totals['staleness/masked_token_share'] / plan.steps:.1%}",
-        "beyond": f"{totals['staleness/beyond_share'] / plan.steps:.1%}",
+        "masked": f"{totals['staleness/masked_token_share'] / loop.step:.1%}",
+        "beyond": f"{totals['staleness/beyond_share'] / loop.step:.1%}",
         "kills / pauses": f"{loop.kills} / {loop.pauses}",
+        **(scale_shown(loop) if plan.scale else {}),
         "MB early, late": f"{(early or late).rss_mb:.0f}, {late.rss_mb:.0f}",
         "s": f"{time.monotonic() - started:.0f}",
     }
     return result
+
+
+def scale_shown(loop: Loop) -> dict[str, str]:
+    """Columns on the replicas that came and went, by chance or by the queue."""
+    counts = loop.service.control.counts
+    by_queue = sum(change.reason != "chance" for change in loop.service.control.changes)
+    return {
+        "added / removed / failed": " / ".join(str(counts[kind]) for kind in ("add", "remove", "failed")),
+        "killed starting": str(loop.scaled["killed while it started"]),
+        "refused / by queue": f"{loop.scaled['refused']} / {by_queue}",
+    }
 
 
 def leaks(early: fuzz.Footprint, late: fuzz.Footprint, left: int, ledger: PromptLedger, plan: Plan) -> list[str]:
@@ -314,7 +396,12 @@ def killed_run(plan: Plan) -> Result:
     if child.wait(timeout=600) != 0:
         return Result([f"the last driver failed:\n{log.read_text()[-3000:]}"])
     done = json.loads((plan.folder / "done.json").read_text())
-    shown = {"policy": plan.policy, "engine": f"{plan.engine} ({plan.backend})", "steps": str(done["step"])}
+    shown = {
+        "policy": plan.policy,
+        "seed": str(plan.seed),
+        "engine": f"{plan.engine} ({plan.backend})",
+        "steps": str(done["step"]),
+    }
     shown |= {"driver kills": str(lives - 1), "trained / rejected / dropped": " / ".join(map(str, done["counts"].values()))}
     return Result(done["problems"], shown | {"s": f"{time.monotonic() - started:.0f}"})
 
@@ -350,7 +437,7 @@ def child_run(plan: Plan) -> int:
         loop.stop.set()
         while loop.train_step():
             pass
-        problems = fuzz.findings(plan.folder, loop.ledger, plan.max_staleness)
+        problems = fuzz.findings(plan.folder, loop.ledger, plan.max_staleness) + loop.witness.findings()
         counts = {phase.value: count for phase, count in loop.ledger.counts.items()}
         write_json(plan.folder / "done.json", {"step": loop.step, "counts": counts, "problems": problems})
     finally:
@@ -378,19 +465,22 @@ def main() -> int:
     parser.add_argument("--backend", default="ray", choices=("ray", "local"))
     parser.add_argument("--policy", default="both", choices=("both", "drop", "mask"))
     parser.add_argument("--kill", default="replica", choices=("replica", "driver"))
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scale", action="store_true", help="replicas are added and removed meanwhile, between 1 and 4")
+    parser.add_argument("--broken", default="", choices=("", *fuzz.BROKEN), help="control: what a fault of the fleet must show")
+    parser.add_argument("--seed", type=int, nargs="+", default=[1])
     parser.add_argument("--checkpoint-every", type=int, default=25)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    common = {name: getattr(given, name) for name in ("steps", "engine", "backend", "seed", "checkpoint_every")}
+    common = {name: getattr(given, name) for name in ("steps", "engine", "backend", "checkpoint_every", "scale", "broken")}
     if given.child:
-        return child_run(Plan(folder=given.folder, policy=given.policy, hold=given.hold, **common))
+        return child_run(Plan(folder=given.folder, policy=given.policy, hold=given.hold, seed=given.seed[0], **common))
     results = []
     with tempfile.TemporaryDirectory() as temporary:
-        for policy in ("drop", "mask") if given.policy == "both" else (given.policy,):
-            plan = Plan(folder=(given.folder or Path(temporary)) / policy, policy=policy, **common)
+        policies = ("drop", "mask") if given.policy == "both" else (given.policy,)
+        for policy, seed in itertools.product(policies, given.seed):
+            plan = Plan(folder=(given.folder or Path(temporary)) / f"{policy}-{seed}", policy=policy, seed=seed, **common)
             plan.kill_every = min(plan.kill_every, max(plan.steps // 3, 2))
             if plan.engine != "fake" and plan.backend == "local":
                 plan.kill_every = 0  # loading a model is not thread-safe, and a replica that comes back loads one in a thread

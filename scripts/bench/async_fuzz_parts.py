@@ -19,10 +19,14 @@ from typing import Any
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine
 from rlhub.agents.workflows.turns import SingleTurn
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
+from rlhub.rollout_service.fleet import Fleet
+from rlhub.rollout_service.replica import Replica
+from rlhub.rollout_service.router import Router
 from rlhub.utils.aio.results import Reject
 from tests.support.audit import TrainedGroup, audit
 
@@ -188,3 +192,72 @@ class Footprint:
     tasks: int
     files: int
     at: float = field(default_factory=time.monotonic)
+
+
+class Witness:
+    """The router as episodes see it, and what it must never do: fail a request, cut it short unasked, or answer with weights
+    older than those that all replicas had when it was asked."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.settled = -1  # version of the newest publication that has returned
+        self.interrupted: set[str] = set()
+        self.failed: list[str] = []
+        self.cut: list[str] = []
+        self.stale: list[str] = []
+        self.by_version: dict[int, int] = {}
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        settled = self.settled
+        try:
+            answer = await self.router.agenerate(request, params, follow)
+        except Exception as error:
+            self.failed.append(f"{type(error).__name__}: {error}")
+            raise
+        if answer.finish_reason == "abort" and request.request_id not in self.interrupted:
+            self.cut.append(request.request_id)
+        if answer.versions and min(answer.versions) < settled:
+            self.stale.append(f"version {min(answer.versions)}, where all replicas had {settled}")
+        for version in answer.versions:
+            self.by_version[version] = self.by_version.get(version, 0) + 1
+        return answer
+
+    async def interrupt(self, request_ids: Sequence[str]) -> None:
+        """For a checkpoint, which wants the tokens of running requests."""
+        self.interrupted.update(request_ids)
+        await self.router.abort(request_ids)
+
+    def findings(self) -> list[str]:
+        """Sentences on what it did."""
+        kinds = {"failed": self.failed, "were cut short": self.cut, "got tokens of old weights": self.stale}
+        return [f"{len(found)} requests {what}, such as {found[0]}" for what, found in kinds.items() if found]
+
+
+LATE_S = 0.5
+
+
+async def serve_stale(fleet: Fleet, replica: Replica) -> None:
+    """Broken: a joiner takes the newest weights once, misses those that are published meanwhile, and serves."""
+    async with replica.turn:
+        goal = fleet.newest
+        while goal is not None and replica.publication < goal.number and not replica.pins:
+            await fleet._take(replica, goal)
+            if replica.state != "fresh":
+                goal = fleet.newest
+        if replica.state == "fresh" and fleet.newest is not None:
+            await asyncio.sleep(LATE_S)
+            replica.publication, replica.state = fleet.newest.number, "serving"
+    fleet._notify()
+
+
+async def drop_requests(fleet: Fleet, name: str) -> None:
+    """Broken: a replica that leaves ends its requests with the tokens that they have."""
+    replica = fleet._find(name)
+    replica.state = "leaving"
+    await replica.actor.call("abort", None)
+    await fleet._drained(replica)
+    await fleet._end(replica)
+
+
+BROKEN = {"stale": ("_take_newest", serve_stale), "drops": ("remove", drop_requests)}
+"""Replacements of methods of Fleet, with which the audit must find something."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ import numpy as np
 import psutil
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlhub.envs.vector.base import StepOutcome, VectorEnv, VectorSpec
 from rlhub.envs.vector.lockstep import make_vector_env

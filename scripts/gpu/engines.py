@@ -32,20 +32,17 @@ def train_engine(
     *,
     max_tokens: int,
     train: bool = True,
-    checkpointing: bool = True,
+    section: FSDPConfig | None = None,
     actor: ActorConfig | None = None,
-    offload: bool = False,
 ) -> TrainEngine:
     """Builds and initializes the actor's engine.
 
-    max_tokens: the token budget of a pass.  offload: keeps weights and optimizer states in host memory while they are not used.
+    max_tokens: the token budget of a pass.  section: fsdp_config of the actor; None: the default.
     """
     actor = actor or ActorConfig()
     actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu = True, max_tokens
-    actor.fsdp_config = FSDPConfig(param_offload=offload, optimizer_offload=offload)
-    config = ActorRolloutRefConfig(
-        model=ModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing), actor=actor, rollout=RolloutConfig()
-    )
+    actor.fsdp_config = section or FSDPConfig()
+    config = ActorRolloutRefConfig(model=ModelConfig(path=str(folder)), actor=actor, rollout=RolloutConfig())
     ensure_process_group(device)
     engine = build_policy_engine(config, device=device, seed=1, train=train)
     engine.initialize()

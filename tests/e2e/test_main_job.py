@@ -342,7 +342,15 @@ def test_rloo_in_process(mains: Mains, setting: Setting, tmp_path: Path) -> None
         assert "timing_s/compute_ref_log_prob" not in row and "critic/vf_loss" not in row
 
 
-def test_lora_with_its_own_reference(mains: Mains, setting: Setting, tmp_path: Path) -> None:
+ON_MEGATRON = (
+    "actor_rollout_ref.actor.strategy=megatron",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.lora_sync=adapter",
+)
+
+
+@pytest.mark.parametrize("options", [(), ON_MEGATRON], ids=["fsdp2, merged", "megatron, adapters alone"])
+def test_lora_with_its_own_reference(mains: Mains, setting: Setting, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Two ranks.  The reference is the policy with adapters off: no KL before the first update, some after it; the engine has
     the adapters (no mismatch), the saved model too, and nothing but a low-rank change of linear layers is learned."""
     rank = 4
@@ -354,6 +362,7 @@ def test_lora_with_its_own_reference(mains: Mains, setting: Setting, tmp_path: P
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.actor.kl_loss_coef=0.01",
         "trainer.save_freq=2",
+        *options,
     )
     finished(mains.start(arguments).wait(RAY_TIMEOUT_S))
     first, second = metrics_of(tmp_path)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from recipes.tool_agent import run as tool_agent
+from rlhub.errors import ConfigError
+from rlhub.sandboxes.bwrap import usable_mode
 from rlhub.tracking.generations import read_generations
 from tests.e2e.conftest import Mains
 from tests.e2e.test_recipes import IN_PROCESS, RECIPES, run_recipe
@@ -61,3 +63,22 @@ def test_tool_agent(mains: Mains, warm_start: Path) -> None:
     assert len(samples) == tool_agent.NUM_VALIDATION and called
     assert tool_agent.call_share(run_folder, RL_STEPS) == pytest.approx(len(called) / len(samples), abs=0.2)
     assert "called " in done.stderr and str(run_folder / "report.html") in done.stderr
+
+
+def test_coding_agent(mains: Mains, tmp_path: Path) -> None:
+    """Functions are tested in sandboxes, after a failure once more, and the trainer reads the episodes as they were written."""
+    try:
+        usable_mode()
+    except ConfigError as error:
+        pytest.skip(f"no sandbox can be made here: {error}")
+    small = ("trainer.device=cpu", "trainer.val_before_train=False")
+    command = [str(RECIPES / "coding_agent" / "run.py"), *options(tmp_path), *small]
+    done = run_recipe(mains, mains.interpreter, *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [row for row in rows_of(tmp_path / "grpo") if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert all(math.isfinite(value) for value in row.values())
+        assert 1.0 < row["episode/num_turns"] <= 2.0 and 0.0 <= row["episode/passed_at_once"] <= row["episode/passed"] < 1.0
+    assert abs(rows[0]["mismatch/kl"]) < 1e-5
+    assert "passed " in done.stderr

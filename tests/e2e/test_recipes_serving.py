@@ -42,6 +42,19 @@ def test_openai_agent(mains: Mains, out: Path) -> None:
     assert abs(rows[0]["mismatch/kl"]) < 1e-5
 
 
+def test_an_application_that_knows_only_http(mains: Mains, out: Path) -> None:
+    """The same task by sessions that another process opens; its rewards are what trains."""
+    script = RECIPES / "openai_agent"
+    assert not {"rlhub.", "openai import", "rlhub import"} & set((script / "application.py").read_text().split())
+    done = run_recipe(mains, sys.executable, str(script / "online.py"), *options(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [row for row in rows_of(out / "online") if row["step"] > 0]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["episode/openai/requests"] == row["episode/openai/turns"] == 1.0 for row in rows)
+    assert abs(rows[0]["mismatch/kl"]) < 1e-5
+    assert not [line for line in done.stderr.splitlines() if line.startswith("http://")], done.stderr
+
+
 def test_disaggregated(mains: Mains, out: Path) -> None:
     """Trainer and server share a folder and an address; the server's log-probs are those of the weights it was given."""
     environment = {"PYTHONPATH": f"{RECIPES.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
 from rlhub.engines.rollout.vllm.async_engine import AsyncVLLMEngine
+from rlhub.protocol.weights.pieces import Piece
 from rlhub.rollout_service.server import RolloutServer, UpdateReport
 from rlhub.rollout_service.weights_folder import FolderReader
-from rlhub.sharding_manager import files
+from rlhub.sharding_manager import reader as reading
 from rlhub.sharding_manager.route import SyncReport
+from rlhub.sharding_manager.versions import FolderVersion
 from tests.support.step_limit import ENGINES, LIMIT_S, VARIABLE, StepLimit
 
 LIMIT_AT = 20
@@ -133,20 +135,26 @@ class Inside:
         return [(piece.name, tuple(piece.tensor.shape), piece.shape) for piece in self._weights.live_weights()]
 
     def flip_at_next_update(self, name: str, there: bool) -> None:
-        """Change one element between the copying and the reading back, in the last worker or in none."""
-        original = files.digests
+        """Change one element of the standby weights between writing and comparing them, in the last worker or in none."""
+        fill, original = reading.WeightReader._fill, reading.digests
 
-        def flipping(tensors: Iterable[Tensor]) -> list[int]:
-            if threading.current_thread() is threading.main_thread():  # not `prepare`, which has a thread of its own
-                files.digests = original
+        def filling(reader: reading.WeightReader, found: FolderVersion, standby: list[Piece]) -> Any:
+            def flipping(tensors: Iterable[Tensor]) -> list[int]:
                 if there:
-                    self._flip(name)
-            return original(tensors)
+                    flip(next(piece for piece in standby if piece.name == name))
+                return original(tensors)
 
-        files.digests = flipping
+            reading.digests = flipping
+            try:
+                return fill(reader, found, standby)
+            finally:
+                reading.digests, reading.WeightReader._fill = original, fill  # type: ignore[method-assign]
 
-    def _flip(self, name: str) -> None:
-        piece = next(piece for piece in self._weights.live_weights() if piece.name == name)
-        if any(start > 0 for start, _ in piece.region):  # not the first worker
-            index = (piece.tensor.shape[0] - 1, *([0] * (piece.tensor.dim() - 1)))
-            piece.tensor[index] = torch.nextafter(piece.tensor[index], torch.tensor(torch.inf))
+        reading.WeightReader._fill = filling  # type: ignore[method-assign]
+
+
+def flip(piece: Piece) -> None:
+    """Change the last element of a piece, but not in the first worker."""
+    if any(start > 0 for start, _ in piece.region):
+        index = (piece.tensor.shape[0] - 1, *([0] * (piece.tensor.dim() - 1)))
+        piece.tensor[index] = torch.nextafter(piece.tensor[index], torch.tensor(torch.inf))

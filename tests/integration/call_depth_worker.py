@@ -57,14 +57,17 @@ class EnteredRollout(RolloutPart):
 
     def _enter_without_a_model(self, engine: VLLMEngine) -> None:
         from vllm import LLM
+        from vllm.logprobs import FlatLogprobs
 
         from rlhub.engines.rollout.vllm.entrypoints import InProcessLLM
 
         def generate(_: LLM, prompts: list[Any], *__: Any, **___: Any) -> list[Any]:
             self.entered = frames()
-            log_probs = SimpleNamespace(logprobs=[LOG_PROB] * TOKENS)
+            ends = list(range(1, TOKENS + 1))
+            places = {"start_indices": [end - 1 for end in ends], "end_indices": ends}
+            log_probs = FlatLogprobs(token_ids=[TOKEN] * TOKENS, logprobs=[LOG_PROB] * TOKENS, **places)
             part = SimpleNamespace(token_ids=[TOKEN] * TOKENS, logprobs=log_probs, finish_reason="length")
-            return [SimpleNamespace(outputs=[part])] * len(prompts)
+            return [SimpleNamespace(outputs=[part], prompt_logprobs=None, finished=True)] * len(prompts)
 
         LLM.generate = generate
         core = SimpleNamespace(has_unfinished_requests=lambda: False, step=list)
@@ -73,7 +76,7 @@ class EnteredRollout(RolloutPart):
         vllm.llm = LLM.__new__(LLM)
         vllm.llm.llm_engine = core
         vllm.llm.model_config = SimpleNamespace(get_vocab_size=lambda: self.vocabulary.size)
-        vllm._salt, vllm._failure, vllm._stream, vllm._devices = "weights-0", None, None, []
+        vllm._salt, vllm._failure, vllm._stream, vllm._devices, vllm.adapter = "weights-0", None, None, [], None
         engine._llm, engine._ready = vllm, True
 
     def _widest(self, width: int) -> int:

@@ -24,10 +24,13 @@ from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.errors import RlhubError, WeightMismatchError
 from rlhub.protocol.weights.pieces import take
+from rlhub.rollout_service.weights_folder import folder_reader
 from rlhub.sharding_manager import schedule
-from rlhub.sharding_manager.files import WeightReader, WeightWriter
+from rlhub.sharding_manager.files import WeightWriter
 from rlhub.sharding_manager.local_pieces import LocalPieces
 from rlhub.sharding_manager.manager import ShardingManager
+from rlhub.sharding_manager.mirror import VersionServer
+from rlhub.sharding_manager.reader import WeightReader
 from rlhub.sharding_manager.route import Route
 from rlhub.sharding_manager.separate import WeightReceiver, WeightSender
 from rlhub.sharding_manager.transport import Transport
@@ -236,6 +239,30 @@ def read_versions(path: str, folder: str, versions: list[int], dtype: str) -> di
     serving = not refuses(engine)
     late = error_of(lambda: reader.read(99))
     return {"wrong": wrong, "version": engine.version, "serving": serving, "newest": reader.newest(), "late": late}
+
+
+def mirror_versions(path: str, folder: str, versions: list[int]) -> list[tuple[bool, list[str]]]:
+    """Serves each rank's part from a folder of its own; rank 0 mirrors both into an engine.  Returns for each version whether
+    the fingerprints agree, and which weights are wrong."""
+    train, rank, found = trainer(path), dist.get_rank(), []
+    own = Path(folder) / f"rank-{rank}"
+    own.mkdir()
+    writer = WeightWriter(train, own, bucket_bytes=BUCKET, timeout_s=60, full_every=3, own_folder=True)
+    server = VersionServer(own, host="127.0.0.1", rank=rank, timeout_s=60)
+    addresses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(addresses, server.address)
+    engine = rollout(path)
+    replica = folder_reader(engine, ",".join(addresses), bucket_bytes=BUCKET, timeout_s=60) if rank == 0 else None
+    for version in versions:
+        full = step(train)
+        written = writer.write(version)
+        if replica is not None:
+            report = replica.place(replica.prepare(version))
+            found.append((report.fingerprint == written.fingerprint, wrong_names(engine, full)))
+        dist.barrier()
+    for ending in (server, writer, *([replica] if replica else [])):
+        ending.close()
+    return found
 
 
 def read_damaged(path: str, folder: str, version: int) -> tuple[tuple[str, str], bool]:

@@ -251,6 +251,7 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
     contract.check_live_weights(engine, weights)
     contract.check_overwriting(engine, weights)
+    contract.check_standby(engine, weights)
     contract.check_generation(engine)
     contract.check_nonfinite_weights(engine)
     if case.family == "qwen2":

@@ -53,6 +53,56 @@ def test_every_prompt_ends_exactly_once_when_the_driver_is_killed(fuzz: Any, tmp
     assert result.shown["driver kills"] == "1"
 
 
+def test_replicas_come_and_go_and_nothing_is_lost_cut_short_or_stale(fuzz: Any, tmp_path: Path) -> None:
+    """In this process; the program does it over Ray actors, with kills of those that start."""
+    plan = fuzz.Plan(folder=tmp_path / "run", steps=16, policy="mask", backend="local", kill_every=0, scale=True)
+    result = fuzz.whole_run(plan)
+    assert result.problems == []
+    added, removed, _ = map(int, result.shown["added / removed / failed"].split(" / "))
+    assert added >= 1 and removed >= 1
+
+
+def test_the_queue_alone_adds_a_replica_and_removes_one_and_nothing_is_lost(
+    fuzz: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First the trainer waits for requests that queue, then the episodes wait for their tools, and few requests are there."""
+    monkeypatch.setattr(fuzz, "SCALED", 0.0)
+    plan = fuzz.Plan(folder=tmp_path / "run", steps=1, policy="mask", backend="local", kill_every=0, scale=True)
+    loop = fuzz.Loop(plan)
+
+    def train_until(change: str) -> None:
+        deadline = time.monotonic() + 240
+        while not loop.service.control.counts[change]:
+            assert time.monotonic() < deadline, f"the queue does not {change} a replica"
+            loop.train_step()
+
+    try:
+        settings = loop.executor.workflow_for({}).parts.kwargs
+        train_until("add")
+        settings["mean_s"] = 1.0
+        train_until("remove")
+        settings["mean_s"] = plan.mean_s
+        loop.stop.set()
+        while loop.train_step():
+            pass
+        assert fuzz.fuzz.findings(plan.folder, loop.ledger, plan.max_staleness) + loop.witness.findings() == []
+        reasons = {change.action: change.reason for change in loop.service.control.changes}
+        assert "requests wait for a place" in reasons["add"] and "requests at once" in reasons["remove"]
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize(("broken", "what"), [("stale", "got tokens of old weights"), ("drops", "were cut short")])
+def test_the_fuzz_finds_a_fleet_that_is_broken(
+    fuzz: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, what: str
+) -> None:
+    name, method = fuzz.fuzz.BROKEN[broken]
+    monkeypatch.setattr(fuzz.Fleet, name, method)
+    monkeypatch.setattr(fuzz, "SCALED", 1.0)
+    plan = fuzz.Plan(folder=tmp_path / "run", steps=60, policy="mask", backend="local", kill_every=0, scale=True)
+    assert any(what in problem for problem in fuzz.whole_run(plan).problems)
+
+
 def test_what_a_killed_driver_scored_after_its_checkpoint_did_not_happen(fuzz: Any, tmp_path: Path) -> None:
     """The run that goes on may end before it draws those prompts."""
     parts = fuzz.fuzz

@@ -9,11 +9,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
@@ -28,7 +30,7 @@ from tests.support.chat_model import save_chat_model
 from tests.support.plain_train_engine import PlainTrainEngine
 from tests.support.rollout_contract import PROMPTS
 from tests.support.step_limit import VARIABLE
-from tests.support.tiny_models import greedy_reference, save_tiny_model, sequence_log_probs, tiny_model
+from tests.support.tiny_models import full_forward, greedy_reference, save_tiny_model, sequence_log_probs, tiny_model
 
 TOLERANCE = 2e-5
 LIMIT_S = 600.0  # four processes import vLLM, on a machine that may be busy
@@ -137,6 +139,17 @@ def test_equal_seeds_repeat_and_log_probs_are_those_of_the_model(replica: Replic
     for one in (same, other):
         expected = sequence_log_probs(replica.models[4], LONG_PROMPT, one.token_ids, 0.7)
         assert one.log_probs == pytest.approx(expected, abs=TOLERANCE)
+    plain = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    alone, ranked = (
+        replica.call("agenerate", GenerationRequest(prompt_ids=LONG_PROMPT, seed=5), params)
+        for params in (plain, replace(plain, top_log_probs=4, prompt_log_probs=True))
+    )
+    assert ranked.token_ids == alone.token_ids and ranked.log_probs == pytest.approx(alone.log_probs, abs=TOLERANCE)
+    every = full_forward(replica.models[4], [*LONG_PROMPT, *alone.token_ids]).log_softmax(-1)
+    read = every[torch.arange(len(LONG_PROMPT) - 1), torch.tensor(LONG_PROMPT[1:])].tolist()
+    assert [log_prob for log_prob, _ in ranked.prompt_log_probs] == pytest.approx(read, abs=TOLERANCE)
+    for place, top in enumerate([*(top for _, top in ranked.prompt_log_probs), *ranked.top_log_probs]):
+        assert [value for _, value in top] == pytest.approx(every[place].topk(4).values.tolist(), abs=TOLERANCE)
 
 
 def test_a_token_id_that_the_model_has_not_is_refused_and_the_replica_goes_on(replica: Replica) -> None:

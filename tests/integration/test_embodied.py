@@ -28,6 +28,7 @@ from rlhub.engines.rollout.embodied import EpisodeRunner, PolicyCall, starts_of
 from rlhub.errors import WorkerDiedError
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import DataProto
+from rlhub.trainer.launch import launch_ranks
 from rlhub.trainer.main_ppo import fit
 from rlhub.trainer.ppo.embodied import SUCCESSES
 from rlhub.trainer.preflight.checks import check
@@ -221,17 +222,20 @@ def compared(job: Job) -> Job:
 
 
 def test_failures_are_rewarded_alike_on_any_ranks(ray_cluster: None, compared: Job) -> None:
-    """The first step has the same weights everywhere; two ranks train alike with rows by reference and with the driver's."""
+    """The first step has the same weights everywhere; two ranks train alike with rows by reference, with the driver's, and where
+    every rank runs the loop."""
     job = compared
     for name, more in (("srpo-reference", ()), ("srpo-driver", ("trainer.batches=driver",))):
         started = Started(job.config(name, *self_referential(job, *ON_RANKS, *more)))
         started.fit()
         started.close()
-    assert_same(job, "srpo-reference", "srpo-driver")
+    assert launch_ranks(job.config("srpo-everywhere", *self_referential(job, *ON_RANKS, "trainer.controller=multi")), fit) == 0
+    for name in ("srpo-driver", "srpo-everywhere"):
+        assert_same(job, "srpo-reference", name)
     one, two = (job.left(name)[0] for name in ("srpo", "srpo-reference"))
     solved, outcome = one[1]["rollout/success"], one[1]["rollout/return"]
     assert outcome == two[1]["rollout/return"] and 0 < solved < outcome < solved + 0.6 * (1 - solved), "failures have rewards"
-    for name in ("srpo-reference", "srpo-driver"):
+    for name in ("srpo-reference", "srpo-driver", "srpo-everywhere"):
         found, other = successes(job, "srpo", 1), successes(job, name, 1)
         assert found.keys() == other.keys() and all(torch.equal(found[key], other[key]) for key in found) and len(found["task"])
 

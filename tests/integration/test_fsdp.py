@@ -67,6 +67,7 @@ def ranks(request: pytest.FixtureRequest):
     group.close()
 
 
+RECOMPUTED = {"enable_gradient_checkpointing": True}
 GRADIENT_CASES = {
     "whole": {},
     "single_rows": {"micro": {"rows": 1}},
@@ -75,8 +76,21 @@ GRADIENT_CASES = {
     "padded": {"model": {"use_remove_padding": False}, "micro": {"rows": 2}},
     "idle_rank": {"uneven": True, "micro": {"rows": 2}},
     "checkpointing": {"model": {"enable_gradient_checkpointing": True}, "micro": {"rows": 3}},
+    "selective": {"model": RECOMPUTED, "fsdp": {"recompute_granularity": "selective"}, "micro": {"rows": 3}},
     "as_large_model": {"large": True, "micro": {"rows": 2}},
 }
+
+
+def test_compiled_blocks_are_sharded_one_by_one(ranks: Ranks, models: dict[str, str]) -> None:
+    """And compute all but products again, in passes over rows of other numbers and lengths."""
+    case = {
+        "model": RECOMPUTED,
+        "fsdp": {"recompute_granularity": "selective", "use_torch_compile": True},
+        "large": True,
+        "micro": {"rows": 2},
+    }
+    for error, loss, expected in ranks.call(checks.gradient, models["qwen2"], "policy", case):
+        assert error <= 1e-10 and loss == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["policy", "value", "reward"])

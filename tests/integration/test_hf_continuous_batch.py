@@ -1,4 +1,5 @@
 import asyncio
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,10 @@ from transformers import PreTrainedModel
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.continuous_batching import Stepper
+from rlhub.engines.rollout.hf import cache, decode
 from rlhub.engines.rollout.hf import engine as module
 from rlhub.engines.rollout.hf.engine import ContinuousBatch, HFEngine
+from rlhub.errors import RequestError
 from tests.integration.test_hf_engine import hf_engine, many_requests
 from tests.support import interruptions
 from tests.support.tiny_models import END_OF_SEQUENCE, save_tiny_model, tiny_model
@@ -54,7 +57,7 @@ def drive(stepper: Stepper, kinds: list[SamplingParams], draw: random.Random) ->
             gone = draw.choice(sorted(running))
             stepper.remove([gone, 12345])
             running.discard(gone)
-        for key, token, log_prob, reason in stepper.step() if running else ():
+        for key, token, log_prob, reason, *_ in stepper.step() if running else ():
             done[key].token_ids.append(token)
             done[key].log_probs.append(log_prob)
             if reason is not None:
@@ -69,7 +72,7 @@ def test_company_joins_and_leaves_without_changing_a_completion(
 ) -> None:
     if small:
         monkeypatch.setattr(module, "FIRST_CAPACITY", 2)
-        monkeypatch.setattr(module, "SPARE_MASK_COLUMNS", 3)
+        monkeypatch.setattr(cache, "SPARE_MASK_COLUMNS", 3)
         monkeypatch.setattr(module, "PADDING_INTERVAL", 1)
         monkeypatch.setattr(module, "NOISE_BLOCK", 5)
     kinds = [STOPPING if i % 3 else replace(STOPPING, temperature=0.7, max_new_tokens=15) for i in range(40)]
@@ -151,3 +154,47 @@ def test_a_steady_stream_keeps_the_cache_small(engine: HFEngine, monkeypatch: py
             assert isinstance(stepper, ContinuousBatch) and stepper._places is not None
             longest = max(longest, stepper._places.length)
     assert longest < 60
+
+
+def test_likeliest_tokens_and_prompts_come_without_changing_a_completion(
+    engine: HFEngine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "SCORED_TOKENS", 3)
+    truncated = replace(STOPPING, temperature=0.7, top_k=5, top_p=0.9)
+
+    async def both(params: SamplingParams) -> list[tuple[Completion, Completion]]:
+        more = replace(params, top_log_probs=7, prompt_log_probs=True)
+        alone = await asyncio.gather(*(engine.agenerate(request, params) for request in many_requests()[:8]))
+        mixed = await asyncio.gather(
+            *(engine.agenerate(request, (params, more)[index % 2]) for index, request in enumerate(many_requests()[:8]))
+        )
+        return list(zip(alone, mixed, strict=True))[1::2]
+
+    for params in (STOPPING, truncated, replace(STOPPING, temperature=0.0)):
+        for index, (alone, ranked) in enumerate(asyncio.run(both(params))):
+            request = many_requests()[2 * index + 1]
+            assert ranked.token_ids == alone.token_ids and ranked.log_probs == pytest.approx(alone.log_probs, abs=1e-5)
+            assert alone.top_log_probs == alone.prompt_log_probs == []
+            plain = full_log_probs(model, [*request.prompt_ids, *ranked.token_ids], 1.0)
+            first = len(request.prompt_ids) - 1
+            for place, (log_prob, top) in enumerate(ranked.prompt_log_probs):
+                assert log_prob == pytest.approx(float(plain[place, request.prompt_ids[place + 1]]), abs=1e-4)
+                assert [value for _, value in top] == pytest.approx(plain[place].topk(7).values.tolist(), abs=1e-4)
+            assert len(ranked.prompt_log_probs) == first
+            for place, (token, log_prob, top) in enumerate(
+                zip(ranked.token_ids, ranked.log_probs, ranked.top_log_probs, strict=True)
+            ):
+                if token in dict(top):
+                    assert dict(top)[token] == pytest.approx(log_prob, abs=1e-6), "the sampled token's own"
+                if params is truncated:
+                    assert len(top) <= 5 and token in dict(top) and sum(math.exp(value) for _, value in top) == pytest.approx(1)
+                else:
+                    expected = plain[first + place].topk(7).values.tolist()
+                    assert [value for _, value in top] == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(RequestError, match="single requests"):
+        engine.generate(many_requests()[:1], replace(STOPPING, top_log_probs=1))
+
+
+def full_log_probs(model: PreTrainedModel, ids: list[int], temperature: float) -> torch.Tensor:
+    with torch.no_grad():
+        return (model(input_ids=torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)

@@ -53,6 +53,8 @@ def test_contract(engine: RolloutEngine, model: PreTrainedModel) -> None:
     contract.check_weight_stream(engine, list(model.named_parameters()))
     contract.check_live_weights(engine, dict(model.named_parameters()))
     contract.check_overwriting(engine, dict(model.named_parameters()))
+    with torch.no_grad():
+        contract.check_standby(engine, dict(model.named_parameters()))
     contract.check_nonfinite_weights(engine)
     contract.check_agenerate(engine)
     contract.check_interruptions(engine, dict(model.named_parameters()), num_tokens=40)

@@ -23,10 +23,10 @@ WHOLE = {"use_distributed_optimizer": False}
 
 
 class Group:
-    """Calls a check on the first `world` of the four ranks."""
+    """Calls a check on the first `world` of the ranks."""
 
-    def __init__(self, folder: Path) -> None:
-        self.ranks = Ranks(4, preload="tests.integration.megatron_checks")
+    def __init__(self, folder: Path, ranks: int = 4) -> None:
+        self.ranks = Ranks(ranks, preload="tests.integration.megatron_checks")
         self.rendezvous = (str(folder / f"rendezvous{number}") for number in itertools.count())
 
     def call(self, check: Any, world: int, *args: Any) -> list[Any]:

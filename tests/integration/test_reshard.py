@@ -123,3 +123,11 @@ def test_separate_jobs_through_a_folder(
     ((kind, message), refused) = engines[0].call(checks.read_damaged, models[model], folder, 6)[0]
     assert kind == "WeightMismatchError" and "checksum" in message
     assert not refused, "found before the engine was touched: it still has the version before"
+
+
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_a_replica_mirrors_the_folders_of_all_ranks(trainers: Ranks, models: dict[str, str], tmp_path: Path, model: str) -> None:
+    found = trainers.call(checks.mirror_versions, models[model], str(tmp_path), [1, 2, 3, 4])
+    assert found[0] == [(True, [])] * 4
+    parts = [set((tmp_path / f"rank-{rank}" / "version-4").glob("rank-*.json")) for rank in range(2)]
+    assert [[path.name for path in part] for part in parts] == [["rank-0.json"], ["rank-1.json"]]

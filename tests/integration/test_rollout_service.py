@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,8 +26,7 @@ from rlhub.errors import EngineError, WeightMismatchError, WorkerDiedError
 from rlhub.rollout_service.fleet import FleetLimits
 from rlhub.rollout_service.server import ReplicaStatus, RolloutServer, UpdateReport
 from rlhub.rollout_service.service import RolloutService, ServiceOptions
-from rlhub.rollout_service.weights_folder import SHARED_MEMORY
-from rlhub.sharding_manager.files import WeightWriter
+from rlhub.sharding_manager.files import SHARED_MEMORY, WeightWriter
 from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, launch
 from rlhub.single_controller.decorator import registered_methods
 from rlhub.workers.actor import ActorWorker
@@ -128,6 +128,21 @@ def results(futures: list[Future[Completion]]) -> list[Completion]:
     return [future.result(WAIT_S) for future in futures]
 
 
+def assert_alike(job: Job, completions: list[Completion], undisturbed: list[Completion]) -> None:
+    """Most rows have the tokens of undisturbed requests: sums differ in their last bit with the number of requests in a step,
+    and a draw that falls on such a bit takes the next token.  The log-probs are always those of the newest weights."""
+    different = [
+        seed for seed, pair in enumerate(zip(completions, undisturbed, strict=True)) if pair[0].token_ids != pair[1].token_ids
+    ]
+    assert len(different) <= len(completions) // 3, f"requests {different} have other tokens"
+    for done in completions:
+        assert len(done.token_ids) == NEW_TOKENS
+        with torch.no_grad():
+            logits = job.trainer.model(torch.tensor([[5, 6, 7, *done.token_ids]])).logits[0, 2:-1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(done.log_probs), expected, rtol=0, atol=1e-2)
+
+
 def test_weights_are_published_while_requests_run(job: Job) -> None:
     before = job.version
     job.limit(0)
@@ -167,14 +182,14 @@ def test_a_killed_replica_loses_no_request_and_comes_back_with_the_newest_weight
     os.kill(victim.pid, signal.SIGKILL)
     job.limit(None)
     completions = results(futures)
-    assert [done.token_ids for done in completions] == [done.token_ids for done in undisturbed]
+    assert_alike(job, completions, undisturbed)
     assert all(done.token_ids[: len(own)] == own for done, own in zip(completions, told, strict=False))
     assert [len(done.versions) for done in completions] == [NEW_TOKENS] * 4
     metrics = job.service.metrics()
     assert metrics["rollout/retries"] >= 1 and metrics["rollout/lost_tokens"] >= 1
     published = job.publish()  # while it starts again: nobody waits for it
     assert "rollout-1" in published
-    until(lambda: job.service.metrics()["rollout/num_replicas"] == 2)
+    until(lambda: job.service.metrics()["rollout/replicas"] == 2)
     fresh = job.statuses()["rollout-0"]
     assert fresh.pid != victim.pid and fresh.num_requests == 0
     assert (fresh.version, fresh.fingerprint) == (job.version, job.fingerprint), "read before it served"
@@ -195,7 +210,7 @@ def test_sessions_stay_until_their_replica_is_removed(job: Job) -> None:
     assert growth("conversation") == [home]
     job.service.remove(home)
     (other,) = growth("conversation")
-    assert other != home and job.service.metrics()["rollout/num_replicas"] == 1
+    assert other != home and job.service.metrics()["rollout/replicas"] == 1
 
 
 class Skips(Paced):
@@ -230,6 +245,74 @@ def test_the_actor_writes_its_weights_for_the_service(job: Job) -> None:
     assert place.device == ""
     reports = dict(job.service.publish(str(job.service.folder), job.version))
     assert {report.fingerprint for report in reports.values()} == {written.fingerprint} and len(reports) == 2
+
+
+def on_loop(job: Job, work: Callable[[], Any]) -> Any:
+    """Call it on the service's loop."""
+
+    async def call() -> Any:
+        return work()
+
+    return asyncio.run_coroutine_threadsafe(call(), job.service.loop).result(WAIT_S)
+
+
+def versions(completions: list[Completion]) -> Counter[int]:
+    return Counter(version for completion in completions for version in completion.versions)
+
+
+def test_a_replica_that_is_added_in_mid_run_serves_nothing_but_the_newest_weights(job: Job) -> None:
+    """Weights are published while it starts; requests run all the time, and the tokens of later ones are counted by version."""
+    job.limit(0)
+    running = [job.submit(seed) for seed in range(4)]
+    change = on_loop(job, lambda: job.service.control.begin_add("more"))
+    before = job.version
+    while change.state == "running":
+        job.publish()
+        time.sleep(0.25)  # hundreds of changes would make the weights so large that rounding decides the tokens
+    assert (change.state, change.replica) == ("done", "rollout-2") and job.version > before
+    assert job.statuses()["rollout-2"].version == job.version
+    later = [job.submit(seed) for seed in range(9)]
+    job.limit(None)
+    assert versions(results(later)) == {job.version: 9 * NEW_TOKENS}
+    assert sum(versions(results(running)).values()) == 4 * NEW_TOKENS
+    assert job.statuses()["rollout-2"].num_tokens >= 2 * NEW_TOKENS, "it has served its share"
+
+
+def test_a_removed_replica_completes_its_requests(job: Job) -> None:
+    undisturbed = results([job.submit(seed) for seed in range(6)])
+    counts = dict(job.service.router.counts)
+    job.limit(0)
+    running = [job.submit(seed) for seed in range(6)]
+    until(lambda: [status.load for status in job.statuses().values()] == [2, 2, 2])
+    change = on_loop(job, lambda: job.service.control.begin_remove("rollout-0", "enough"))
+    time.sleep(0.2)
+    assert change.state == "running" and not any(future.done() for future in running)
+    late = [job.submit(seed) for seed in range(6)]
+    job.limit(None)
+    assert_alike(job, results(running), undisturbed)
+    assert_alike(job, results(late), undisturbed)
+    until(lambda: change.state == "done")
+    assert sorted(job.statuses()) == ["rollout-1", "rollout-2"]
+    grown = {name: job.service.router.counts[name] - counts.get(name, 0) for name in ("requests", "completed", "retries")}
+    assert grown == {"requests": 12, "completed": 12, "retries": 0}, "each was answered once, by the replica that had it"
+
+
+def test_a_replica_that_is_killed_while_it_is_added_frees_its_place(job: Job) -> None:
+    job.limit(0)
+    running = [job.submit(seed) for seed in range(4)]
+    change = on_loop(job, lambda: job.service.control.begin_add("more"))
+    until(lambda: bool(job.service.router.fleet._joining))
+    (actor,) = job.service.router.fleet._joining
+    status = asyncio.run_coroutine_threadsafe(actor.call("status"), job.service.loop).result(WAIT_S)
+    os.kill(status.pid, signal.SIGKILL)
+    until(lambda: change.state == "failed")
+    assert isinstance(change.failure, WorkerDiedError) and change.replica == "rollout-0"
+    assert sorted(job.statuses()) == ["rollout-1", "rollout-2"]
+    job.limit(None)
+    assert sum(versions(results(running)).values()) == 4 * NEW_TOKENS
+    assert job.service.add() == "rollout-0", "its name and its place are free"
+    job.service.remove("rollout-2")
+    assert {status.version for status in job.statuses().values()} == {job.version}
 
 
 def test_closing_leaves_no_process_and_no_weights(job: Job) -> None:

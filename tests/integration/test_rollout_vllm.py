@@ -152,7 +152,7 @@ def test_whole_batches_leave_nothing_in_a_core_that_runs_ahead(job: list[dict[st
 
 def test_errors_outside_the_steps_leave_the_engine_as_it_was(job: list[dict[str, Any]]) -> None:
     for name, case in cases(job):
-        assert case["errors"] == {"vllm_params": True, "add_request": True, "log_probs_of": True}, name
+        assert case["errors"] == {"vllm_params": True, "add_request": True, "progress_of": True}, name
 
 
 def test_after_an_error_inside_a_step_the_engine_generates_no_more(job: list[dict[str, Any]]) -> None:

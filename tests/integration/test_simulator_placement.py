@@ -24,6 +24,7 @@ from rlhub.config.cli import prepare
 from rlhub.config.schema import to_dict
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import WorkerDiedError
+from rlhub.trainer.ppo.embodied import SUCCESSES
 from rlhub.trainer.ppo.episode_stream import EpisodeStream
 from rlhub.trainer.ppo.trainer import PPOTrainer, build_data, build_trainer
 from rlhub.trainer.preflight.checks import check
@@ -44,6 +45,16 @@ class Slow(ReachColor):
         return super().step(action)
 """
 SIMULATORS_APART = ("trainer.pools.sim.n_gpus_per_node=4", "trainer.placement.environments=sim")
+EASY = """
+from rlhub.envs.vector import reach_color
+
+reach_color.RADIUS = 0.8
+
+
+class Easy(reach_color.ReachColor):
+    pass
+"""
+SELF_REFERENTIAL = ("env.reward=srpo", "env.srpo.task=instruction", "env.num_scenes=64")
 ROLLOUT_APART = ("trainer.pools.gen.n_gpus_per_node=2", "trainer.placement.rollout=gen")
 
 
@@ -88,6 +99,7 @@ def job(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("simulators")
     write_model(folder / "model", 1, ("touch", "red", "blue"), num_places=TOKENS, num_bins=BINS)
     (folder / "slow.py").write_text(SLOW)
+    (folder / "easy.py").write_text(EASY)
     return Job(folder=folder)
 
 
@@ -193,17 +205,21 @@ def ahead(bound: int) -> tuple[str, ...]:
 
 
 def test_episodes_ahead_of_training_train_once_each(job: Job, start: Callable[[PPOConfig], Started]) -> None:
-    """The run ends after step 3 with a batch in work, and its newest checkpoint is of step 2."""
-    started = start(job.config("ahead", *ahead(1), *SIMULATORS_APART))
+    """The run ends after step 3 with a batch in work, and its newest checkpoint is of step 2.  Failures are compared with
+    successes."""
+    own = (*ahead(1), *SIMULATORS_APART, *SELF_REFERENTIAL, f"env.name={job.folder / 'easy.py'}:Easy")
+    started = start(job.config("ahead", *own))
     for step in (1, 2, 3):
         started.step(step)
     started.close()
-    resumed = start(job.config("ahead", *ahead(1), *SIMULATORS_APART))
+    resumed = start(job.config("ahead", *own))
     assert resumed.trainer.fit() == AHEAD_STEPS
     resumed.close()
     rows = job.rows("ahead")
     assert [(row["step"], row["rollout/staleness"]) for row in rows] == [(1, 0), (2, 1), (3, 0), (4, 1), (5, 1)]
     assert "mismatch/kl/staleness_1" in rows[-1] and "mismatch/weight_max" in rows[-1]
+    kept = [len(load_file(job.folder / "ahead" / f"global_step_{step}" / SUCCESSES)["task"]) for step in (2, 4)]
+    assert 0 < kept[0] < kept[1], "a checkpoint has the successes that the resumed run compares with"
     assert_once_each(job, "ahead")
 
 
@@ -235,10 +251,15 @@ def assert_once_each(job: Job, name: str) -> None:
     assert [(row["ordinal"], row["step"]) for row in log] == [(i, 1 + i // SCENES) for i in range(AHEAD_STEPS * SCENES)]
 
 
-def test_without_staleness_async_is_sync(job: Job, start: Callable[[PPOConfig], Started]) -> None:
+@pytest.mark.parametrize("reward", ["simulator", "srpo"])
+def test_without_staleness_async_is_sync(job: Job, start: Callable[[PPOConfig], Started], reward: str) -> None:
     for mode in ("sync", "async"):
-        started = start(job.config(mode, f"actor_rollout_ref.rollout.mode={mode}"))
+        own: tuple[str, ...] = ("actor_rollout_ref.rollout.n=2", f"env.name={job.folder / 'easy.py'}:Easy")
+        own += SELF_REFERENTIAL if reward == "srpo" else ()
+        started = start(job.config(f"{mode}-{reward}", f"actor_rollout_ref.rollout.mode={mode}", *own))
         started.trainer.fit()
         started.close()
-    weights = job.weights("sync")
-    assert all(torch.equal(tensor, weights[key]) for key, tensor in job.weights("async").items())
+    rows, weights = (getattr(job, kind)(f"sync-{reward}") for kind in ("rows", "weights"))
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in job.weights(f"async-{reward}").items())
+    if reward == "srpo":
+        assert any(row["rollout/return"] > row["rollout/success"] > 0 for row in rows), "failures have rewards"

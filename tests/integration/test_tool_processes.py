@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from rlhub.errors import ConfigError
+from rlhub.sandboxes.bwrap import usable_mode
 from rlhub.tools.toolbox import Toolbox, ToolSession, load_tools
 from rlhub.utils.tool_calls import ToolCall, ToolResult
 from tests.support.hanging import only_hanging_calls_are_late
@@ -165,3 +166,51 @@ def test_an_mcp_server_that_cannot_be_used_is_named(server: Path) -> None:
             with_tools(use_server, {"name": "mcp", "settings": settings})
     with pytest.raises(ConfigError, match="either a command or a url"):
         load_tools([{"name": "mcp"}], where="tools")
+
+
+@pytest.fixture(params=["child", "bwrap"])
+def place(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The settings with which programs run in a child process, or in a sandbox."""
+    if request.param == "child":
+        return {}
+    try:
+        usable_mode()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return {"sandbox": "bwrap"}
+
+
+def test_a_program_reads_the_users_files_without_a_sandbox_only(place: dict[str, str], tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("hf_secret")
+    (found,) = programs(f"open({str(secret)!r}).read()", **place)
+    assert ("hf_secret" in found.text) == (not place) and found.failed == bool(place)
+
+
+def test_a_program_has_the_same_results_in_both_places(place: dict[str, str]) -> None:
+    value, error, odd, big, text = programs(
+        "x = 6\nx * 7",
+        "import math\nmath.sqrt(-1)",
+        "import os; os.write(1, b'forged'); os._exit(5)",
+        "x = b'x' * (1 << 30)",
+        "print('ü' + chr(0xD800))",
+        memory_gb=0.25,
+        **place,
+    )
+    assert (value.text, value.failed) == ("42\n", False)
+    assert error.failed and "ValueError" in error.text and "python_program" not in error.text
+    assert odd.failed and "ended its process" in odd.text
+    assert big.failed and "emory" in big.text
+    assert text.text == "ü\ud800\n"
+
+
+def test_programs_in_a_sandbox_are_bounded(place: dict[str, str]) -> None:
+    (endless,) = programs("while True: pass", timeout_s=1.0, **place)
+    assert endless.failed and "not done after 1 s" in endless.text
+    (named,) = programs("import os; print(sorted(os.environ))", timeout_s=30.0, **place)
+    assert "HOME" in named.text and "PYTHONPATH" not in named.text
+
+
+def test_a_sandbox_that_cannot_run_is_refused_before_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"settings.sandbox of the tool python=docker: docker"):
+        load_tools([{"name": "python", "settings": {"sandbox": {"name": "docker", "image": "no/such:image"}}}], where="tools")

@@ -125,7 +125,7 @@ def observe_errors(engine: VLLMEngine) -> dict[str, bool]:
     params, out = SETTINGS["plain"], {}
     expected = seen(engine.generate(requests(), params))
     vllm = engine._running().llm.llm_engine
-    for target, name, call in ((conversion, "vllm_params", 9), (vllm, "add_request", 9), (conversion, "log_probs_of", 9)):
+    for target, name, call in ((conversion, "vllm_params", 9), (vllm, "add_request", 9), (conversion, "progress_of", 9)):
         _breaks(target, name, call, lambda: engine.generate(requests(), params))
         left = engine_core(engine).scheduler.has_requests()
         out[name] = not left and seen(engine.generate(requests(), params)) == expected

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
-import torch
 from torch import Tensor
 
-from rlhub.engines.training import optimizer
 from rlhub.engines.training.base import Rows, TrainEngine
+from rlhub.models.device_copies import CopyQueue
 
 
 @contextmanager
@@ -18,11 +17,11 @@ def counted_moves() -> Iterator[list[int]]:
     """Yields the sizes of all tensors that were brought to the device, in elements."""
     sizes: list[int] = []
 
-    def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-        sizes.append(tensor.numel())
-        return tensor.clone()
+    def fetch(queue: CopyQueue, tensors: Sequence[Tensor]) -> list[Tensor]:
+        sizes.extend(tensor.numel() for tensor in tensors)
+        return [tensor.clone() for tensor in tensors]
 
-    with mock.patch.object(optimizer, "to_device", to_device):
+    with mock.patch.object(CopyQueue, "fetch", fetch):
         yield sizes
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,10 +67,10 @@ def rows_of(count: int, prompt: int, response: int) -> dict[str, Tensor]:
     return {**columns, "response_mask": mask[:, prompt:].float()}
 
 
-def engine_for(folder: Path, checkpointing: bool, rows: int) -> TrainEngine:
+def engine_for(folder: Path, recompute: Any, rows: int) -> TrainEngine:
     engine = FSDPEngine(
-        ModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing),
-        FSDPConfig(),
+        ModelConfig(path=str(folder)),
+        FSDPConfig(recompute_granularity=recompute),
         OptimConfig(),
         kind="policy",
         device=torch.device("cpu"),
@@ -84,15 +85,15 @@ def update(engine: TrainEngine, rows: dict[str, Tensor]) -> None:
     engine.optimizer_step()
 
 
-def main(folder: str, checkpointing: str, mini: str, micro: str, prompt: str, response: str) -> None:
+def main(folder: str, recompute: str, mini: str, micro: str, prompt: str, response: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tiny = Path(folder) / "tiny"
     build(tiny, hidden=64, layers=1, vocab_size=VOCABULARY)
-    update(engine_for(tiny, checkpointing == "True", 2), rows_of(4, 8, 8))
+    update(engine_for(tiny, recompute, 2), rows_of(4, 8, 8))
     gc.collect()
     before = own_bytes()
-    engine, rows = engine_for(Path(folder), checkpointing == "True", int(micro)), rows_of(int(mini), int(prompt), int(response))
+    engine, rows = engine_for(Path(folder), recompute, int(micro)), rows_of(int(mini), int(prompt), int(response))
     update(engine, rows)
     with Peak() as peak:
         update(engine, rows)

@@ -165,6 +165,36 @@ def check_overwriting(engine: RolloutEngine, weights: dict[str, Tensor]) -> None
     assert tokens(engine.generate(requests(), params)) == before
 
 
+def check_standby(engine: RolloutEngine, weights: dict[str, Tensor]) -> None:
+    """Weights written aside disturb nobody, and once exchanged generate as loaded ones; twice, for the memory comes back.
+    Control: a flipped weight does not."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=4)
+
+    def generated() -> list[tuple[list[int], list[float]]]:
+        return [(one.token_ids, one.log_probs) for one in engine.generate(requests(), params)]
+
+    changed = {name: tensor * (1 + 0.2 * torch.rand_like(tensor)) for name, tensor in weights.items()}
+    engine.update_weights([list(changed.items())], 1)
+    loaded = generated()
+    engine.update_weights([list(weights.items())], 2)
+    before = generated()
+    assert before != loaded
+    for version, (values, expected) in enumerate([(changed, loaded), (weights, before)], start=3):
+        for piece in engine.standby_weights() or ():
+            piece.tensor.copy_(take(values[piece.name], piece.region))
+        assert generated() == (before if values is changed else loaded)
+        with engine.overwriting(version):
+            engine.exchange()
+        assert generated() == expected and engine.version == version
+    flipped = next(piece.tensor for piece in engine.standby_weights() or () if piece.name == "model.norm.weight")
+    flipped[0].neg_()
+    with engine.overwriting(5):
+        engine.exchange()
+    assert generated() not in (before, loaded)
+    engine.update_weights([list(weights.items())], 6)
+    assert generated() == before
+
+
 def check_nonfinite_weights(engine: RolloutEngine) -> None:
     """Log-probs that are not finite are an error also where nobody asked for them; with the weights back it generates on."""
     params = SamplingParams(temperature=0.0, max_new_tokens=4, log_probs=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhub.agents.openai_server import server
+from rlhub.agents.openai_server import answering
 from rlhub.engines.rollout import base
 
-base.check_ids = server.check_ids = lambda *_: None  # type: ignore[assignment,attr-defined]
+base.check_ids = answering.check_ids = lambda *_: None  # type: ignore[assignment,attr-defined]

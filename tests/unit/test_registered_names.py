@@ -14,12 +14,14 @@ import pytest
 
 from rlhub.agents.workflows.registry import WORKFLOWS
 from rlhub.algorithms import registry as algorithms
+from rlhub.data.samplers import SAMPLERS
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.envs.registry import ENVIRONMENTS
 from rlhub.pipeline.load import PIPELINES
 from rlhub.registry import Registry
 from rlhub.rewards.registry import REWARD_MANAGERS, SCORERS
+from rlhub.sandboxes.registry import SANDBOXES
 from rlhub.tools.registry import TOOL_FORMATS, TOOLS
 from rlhub.tracking.recorder import TRACKERS
 from tests.support.source_trees import nodes, trees
@@ -35,6 +37,8 @@ TABLES = frozenset(
         "tools/registry.py",
         "tracking/recorder.py",
         "agents/workflows/registry.py",
+        "data/samplers.py",
+        "sandboxes/registry.py",
     }
 )
 """The registries' own tables."""
@@ -47,6 +51,8 @@ OTHERS: dict[str, Registry[Any]] = {
     "PIPELINES": PIPELINES,
     "REWARD_MANAGERS": REWARD_MANAGERS,
     "SCORERS": SCORERS,
+    "SAMPLERS": SAMPLERS,
+    "SANDBOXES": SANDBOXES,
     "TOOLS": TOOLS,
     "TOOL_FORMATS": TOOL_FORMATS,
     "TRACKERS": TRACKERS,
@@ -56,6 +62,16 @@ OTHERS: dict[str, Registry[Any]] = {
 MEANINGS: dict[tuple[str, str], str] = {
     ("config/rules/asynchronous.py", "environment"): "a setting of that workflow",
     ("config/rules/engines.py", "megatron"): "the section's name",
+    ("sandboxes/workspace.py", "rm"): "a program",
+    ("agents/verifiers/export.py", "verifiers:"): "the library's name in a message",
+    ("agents/verifiers/process.py", "verifiers:"): "the library's name in a message",
+    ("agents/verifiers/process.py", "environment"): "an argument of its child",
+    **{
+        ("config/rules/sources.py", name): "which samplers have shares of sources"
+        for name in ("uniform", "curriculum", "mixture")
+    },
+    ("models/megatron/transformer_config.py", "uniform"): "a method of recomputation",
+    ("tracking/swanlab.py", "online"): "a mode of that library",
     ("config/load.py", "megatron"): "the section's name",
     ("models/megatron/checks.py", "megatron"): "the section's name",
     **{("config/sections/training.py", name): "which section belongs to the engine" for name in ("fsdp", "fsdp2", "megatron")},

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhub.agents.openai_server.errors import ApiError, bad_field, unsupported
+from rlhub.agents.openai_server.shaping import SHAPING, read_shaping, shaping_fields
 from rlhub.agents.openai_server.tool_choice import ToolUse, read_tools
-from rlhub.engines.rollout.base import SamplingParams
+from rlhub.engines.rollout.base import MAX_TOP_LOG_PROBS, SamplingParams
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_CHOICES = 128  # OpenAI's own bound on n
@@ -24,27 +26,19 @@ Message = dict[str, Any]
 SHARED = (
     *("model", "user", "max_tokens", "n", "seed", "stop", "stream", "stream_options", "logprobs"),
     *("temperature", "top_p", "top_k", "ignore_eos", "stop_token_ids", "return_token_ids"),
+    *SHAPING,
 )
 CHAT = frozenset((*SHARED, "messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"))
-COMPLETION = frozenset((*SHARED, "prompt", "start"))
+COMPLETION = frozenset((*SHARED, "prompt", "start", "echo"))
 """The fields that the server reads from a request to each of the two interfaces."""
 IGNORED = (
     *("metadata", "store", "service_tier", "safety_identifier", "prediction"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 )
 """Fields that do not change the answer: where and how fast it is computed, and what OpenAI stores of it."""
-_KEPT = "log-probs are kept of the sampled tokens alone, which need not be the likeliest"
-_SAMPLING = "the engines here sample by temperature, top_p and top_k alone"
-_FREE = "answers are sampled freely and not held to a grammar: ask for the form in a message, and check it"
 _TEXT = "the model reads and writes text only"
 _THINKING = "how much a model thinks is up to its chat template: see chat_template_kwargs in the server's settings"
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "presence_penalty": ((0,), _SAMPLING),
-    "frequency_penalty": ((0,), _SAMPLING),
-    "repetition_penalty": ((1,), _SAMPLING),
-    "min_p": ((0,), _SAMPLING),
-    "logit_bias": (({},), _SAMPLING),
-    "response_format": (({"type": "text"},), _FREE),
     "functions": (([],), "use tools, which have replaced it"),
     "function_call": (("auto", "none"), "use tool_choice, which has replaced it"),
     "audio": ((), _TEXT),
@@ -55,7 +49,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "the model cannot search by itself: give it a tool"),
     "moderation": ((), "nothing is moderated here"),
     "suffix": (("",), "there is no model here that fills in"),
-    "echo": ((False,), "an answer does not begin with its prompt: put the two together yourself"),
     "best_of": ((1,), "use n, and choose yourself"),
 }
 """Field that no engine here supports -> the values with which it requests nothing, and what to do instead."""
@@ -67,8 +60,11 @@ class RequestBody:
 
     sampling: the server's defaults with the request's settings.  max_tokens: None if the request does not limit them.  seed: None
     for the session's or a random one.  stop: texts that end the answer and are not part of it.  token_ids: the response contains
-    token ids and versions too (`return_token_ids`, as in vLLM).  differing: sampling settings in which the request differs from
-    the server.  model: the name that the request gives, which nothing checks.
+    token ids and versions too (`return_token_ids`, as in vLLM).  top_log_probs: the number of likeliest tokens whose
+    log-probs come with each token's own.  differing: sampling settings in which the request differs from
+    the server.  model: the name that the request gives, which nothing checks.  shaping: the fields of `SHAPING` with which
+    the request asks for something.  prompt_field, names: the field that has the prompt, and what
+    another interface calls the fields, for errors.
     """
 
     sampling: SamplingParams
@@ -80,14 +76,20 @@ class RequestBody:
     stream: bool = False
     usage_chunk: bool = False
     log_probs: bool = False
+    top_log_probs: int = 0
     token_ids: bool = False
     differing: tuple[str, ...] = ()
+    shaping: dict[str, Any] = field(default_factory=dict)
+    prompt_field: str = "prompt"
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
 class ChatBody(RequestBody):
-    """A request to /v1/chat/completions.  messages: checked, with their contents as text."""
+    """A request to /v1/chat/completions, or one of another interface as such.  messages: checked, with their contents as
+    text."""
 
+    prompt_field: str = "messages"
     messages: list[Message] = field(default_factory=list)
     tool_use: ToolUse = field(default_factory=ToolUse)
 
@@ -95,20 +97,24 @@ class ChatBody(RequestBody):
 @dataclass(slots=True, kw_only=True)
 class CompletionBody(RequestBody):
     """A request to /v1/completions.  prompts: each one text or token ids.  start: as in GenerationRequest, an extension for
-    engines of other jobs."""
+    engines of other jobs.  echo: answers begin with their prompt.  scores: only the prompt is wanted, with its log-probs."""
 
     prompts: list[str | list[int]] = field(default_factory=list)
     start: int = 0
+    echo: bool = False
+    scores: bool = False
 
 
 def read_chat(body: Any, defaults: SamplingParams) -> ChatBody:
     """Parses a request to /v1/chat/completions."""
     body = _checked(body, CHAT)
-    if body.get("top_logprobs"):
-        raise unsupported("top_logprobs", f"{_KEPT}: send logprobs=true without top_logprobs")
+    log_probs, most = read_flag(body, "logprobs"), _integer(body, "top_logprobs", 0, low=0, high=MAX_TOP_LOG_PROBS)
+    if most and not log_probs:
+        raise ApiError(f"top_logprobs: got {most} without logprobs: send logprobs=true too", param="top_logprobs")
     return ChatBody(
         **_shared(body, defaults),
-        log_probs=read_flag(body, "logprobs"),
+        log_probs=log_probs,
+        top_log_probs=most,
         messages=_messages(body.get("messages")),
         tool_use=read_tools(body),
     )
@@ -117,30 +123,56 @@ def read_chat(body: Any, defaults: SamplingParams) -> ChatBody:
 def read_completion(body: Any, defaults: SamplingParams) -> CompletionBody:
     """Parses a request to /v1/completions."""
     body = _checked(body, COMPLETION)
-    log_probs = body.get("logprobs")
-    if log_probs is not None and (isinstance(log_probs, bool) or log_probs != 0):
-        raise unsupported("logprobs", f"{_KEPT}: send logprobs=0, got {log_probs!r:.100}")
+    echo = read_flag(body, "echo")
+    scores = echo and body.get("max_tokens") == 0
+    if scores and read_flag(body, "stream"):
+        raise ApiError(
+            "stream: a prompt without an answer (echo with max_tokens=0) comes whole: leave stream out", param="stream"
+        )
     return CompletionBody(
-        **_shared(body, defaults),
-        log_probs=log_probs is not None,
+        **_shared({**body, "max_tokens": 1} if scores else body, defaults),
+        log_probs=body.get("logprobs") is not None,
+        top_log_probs=_integer(body, "logprobs", 0, low=0, high=MAX_TOP_LOG_PROBS),
+        names={"top_logprobs": "logprobs"},
         prompts=_prompts(body.get("prompt")),
+        echo=echo,
+        scores=scores,
         start=_integer(body, "start", 0, low=0, high=MAX_INTEGER),
     )
 
 
-def refuse(body: Mapping[str, Any], followed: frozenset[str]) -> None:
-    """Raises ApiError for the first field that is not supported; null requests nothing.  followed: CHAT or COMPLETION."""
+def refuse(
+    body: Mapping[str, Any],
+    followed: frozenset[str],
+    ignored: Collection[str] = IGNORED,
+    refused: Mapping[str, tuple[tuple[Any, ...], str]] = REFUSED,
+) -> None:
+    """Raises ApiError for the first field that is not supported; null requests nothing.  followed: the fields that are read."""
     for name, value in body.items():
-        if value is None or name in followed or name in IGNORED:
+        if value is None or name in followed or name in ignored:
             continue
-        neutral, instead = REFUSED.get(name, ((), ""))
-        if name not in REFUSED:
+        neutral, instead = refused.get(name, ((), ""))
+        if name not in refused:
             near = difflib.get_close_matches(name, followed, n=1)
             meant = f"did you mean {near[0]}?" if near else "leave it out"
             raise ApiError(f"{name}: no such field here; {meant}", param=name, code="unknown_parameter")
         if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral):
             send = "".join(f" or send {json.dumps(item)}" for item in neutral)
             raise unsupported(name, f"got {json.dumps(value):.100}, but {instead}. Leave {name} out{send}")
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Returns a context whose ApiErrors name the fields of another interface.  names: the chat's field -> the interface's."""
+    try:
+        yield
+    except ApiError as error:
+        if (name := names.get(error.param or "")) is None:
+            raise
+        told = str(error).replace(f"{error.param}:", f"{name}:", 1)
+        raise ApiError(
+            told, status=error.status, kind=error.kind, param=name, code=error.code, retry_after_s=error.retry_after_s
+        ) from error
 
 
 def _checked(body: Any, followed: frozenset[str]) -> dict[str, Any]:
@@ -170,6 +202,7 @@ def _shared(body: dict[str, Any], defaults: SamplingParams) -> dict[str, Any]:
         "stream": stream,
         "usage_chunk": read_flag(options, "include_usage", within="stream_options."),
         "token_ids": read_flag(body, "return_token_ids"),
+        "shaping": shaping_fields(body),
     }
 
 
@@ -189,7 +222,7 @@ def _sampling(body: dict[str, Any], defaults: SamplingParams) -> tuple[SamplingP
     given = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k}
     differing = tuple(name for name, value in given.items() if wanted[name] != value)
     stops = tuple(dict.fromkeys((*defaults.stop_token_ids, *extra)))
-    return replace(defaults, **wanted, stop_token_ids=stops), differing
+    return replace(defaults, **wanted, stop_token_ids=stops, shaping=read_shaping(body)), differing
 
 
 def _number(body: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
@@ -256,7 +289,7 @@ def _message(place: str, item: Any) -> Message:
     message: Message = {"role": item["role"], "content": _content(f"{place}.content", item)}
     if item.get("tool_calls"):
         message["tool_calls"] = _calls(f"{place}.tool_calls", item["tool_calls"])
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", "reasoning_content"):
         if item.get(name) is not None:
             message[name] = str(item[name])
     return message

@@ -19,7 +19,19 @@ from aiohttp import web
 from rlhub.errors import DeadlineError, RequestError, RlhubError
 
 logger = logging.getLogger(__name__)
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions", "/v1/models")
+MESSAGES = ("/messages", "/messages/count_tokens")
+"""The ends of the paths whose errors have Anthropic's form."""
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Status -> Anthropic's kind of error, for those that have one of their own."""
 RETRY_S = 2.0  # until an engine that is being rebuilt may be available
 MAX_DEPTH = 64
 """Maximum nesting of objects and lists; schemas of tools have about 10 levels."""
@@ -53,6 +65,12 @@ class ApiError(RlhubError, ValueError):
         """Returns the JSON of the response."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
+    @property
+    def messages_body(self) -> dict[str, Any]:
+        """Returns the JSON of the response in the form of Anthropic's Messages interface."""
+        kind = KINDS.get(self.status, "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}, "request_id": None}
+
 
 def bad_field(param: str, got: Any, expected: str) -> ApiError:
     """Returns the error 400 for a field with an invalid value."""
@@ -77,13 +95,14 @@ def unavailable(why: str) -> ApiError:
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers every error in OpenAI's format."""
+    """Answers every error in the format of its interface."""
     try:
         return await handler(request)
     except Exception as error:  # noqa: BLE001  the request's boundary
         failed = as_api_error(request, error)
     headers = {"Retry-After": f"{failed.retry_after_s:g}"} if failed.retry_after_s is not None else None
-    return web.json_response(failed.body, status=failed.status, headers=headers)
+    body = failed.messages_body if request.path.endswith(MESSAGES) else failed.body
+    return web.json_response(body, status=failed.status, headers=headers)
 
 
 def as_api_error(request: web.Request, error: Exception) -> ApiError:

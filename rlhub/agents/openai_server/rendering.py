@@ -73,6 +73,10 @@ class Renderer:
         """Returns the text of tokens, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Returns the text of tokens with special tokens, which parsers of libraries look for."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def token(self, token_id: int) -> str:
         """Returns the text of one token."""
         return str(self._tokenizer.decode([token_id]))
@@ -134,18 +138,20 @@ async def _complete(
         stopped.cancel()
 
 
-def as_answer(prompt_ids: list[int], completion: Completion, renderer: Renderer, rules: Rules, choice: Choice | None) -> Answer:
+def as_answer(prompt_ids: list[int], completion: Completion, rules: Rules, choice: Choice | None) -> Answer:
     """Returns the completion as an answer, cut at stop texts and with its tool calls parsed.  choice: has the ids of the calls
     that were streamed already; None where nothing was streamed."""
-    text = _text(completion, renderer, rules.stop_token_ids)
+    text, stop_text = _text(completion, rules), ""
     if rules.may_end and rules.complete(text):
-        completion = _cut(completion, renderer, rules)
-        text = renderer.decode(completion.token_ids)
-        text = text[: min((place for item in rules.stop if (place := text.find(item)) >= 0), default=len(text))]
-    call_id = (choice or Choice(prompt_ids, rules, lambda: None)).call_id
-    answer = Answer(prompt_ids=prompt_ids, completion=completion, written=text, content="", call_id=call_id)
-    stream = rules.stream()
-    for part in (*stream.add(text), *stream.end()):
+        completion = _cut(completion, rules)
+        text = rules.decode(completion.token_ids)
+        end, stop_text = min(((place, item) for item in rules.stop if (place := text.find(item)) >= 0), default=(len(text), ""))
+        text = text[:end]
+    choice = choice or Choice(prompt_ids, rules, lambda: None)
+    answer = Answer(
+        prompt_ids=prompt_ids, completion=completion, written=text, content="", call_id=choice.call_id, stop_text=stop_text
+    )
+    for part in choice.end(text, completion):
         answer.add(part)
     return answer
 
@@ -156,24 +162,18 @@ def ending_token(completion: Completion, stop_token_ids: Sequence[int]) -> int |
     return last if last in stop_token_ids else None
 
 
-def _text(completion: Completion, renderer: Renderer, stop_token_ids: Sequence[int]) -> str:
-    ended = ending_token(completion, stop_token_ids) is not None
-    return renderer.decode(completion.token_ids[:-1] if ended else completion.token_ids)
+def _text(completion: Completion, rules: Rules) -> str:
+    ended = ending_token(completion, rules.stop_token_ids) is not None
+    return rules.decode(completion.token_ids[:-1] if ended else completion.token_ids)
 
 
-def _cut(completion: Completion, renderer: Renderer, rules: Rules) -> Completion:
+def _cut(completion: Completion, rules: Rules) -> Completion:
     """Returns the completion up to the token that completes the answer; the tokens after it are dropped."""
     low, high = 1, len(completion.token_ids)
     while low < high:
         middle = (low + high) // 2
-        if rules.complete(renderer.decode(completion.token_ids[:middle])):
+        if rules.complete(rules.decode(completion.token_ids[:middle])):
             high = middle
         else:
             low = middle + 1
-    return replace(
-        completion,
-        token_ids=completion.token_ids[:low],
-        log_probs=completion.log_probs[:low],
-        versions=completion.versions[:low],
-        finish_reason="stop",
-    )
+    return replace(completion.between(0, low), finish_reason="stop")

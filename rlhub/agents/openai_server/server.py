@@ -11,83 +11,40 @@ from __future__ import annotations
 
 import errno
 import logging
-import secrets
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from aiohttp import web
 
-from rlhub.agents.openai_server.admin import Administration, admin_routes
-from rlhub.agents.openai_server.answers import ID_BYTES, Answer, Writer, send_stream, send_whole
-from rlhub.agents.openai_server.bodies import ChatBody, CompletionBody, RequestBody, read_chat, read_completion
-from rlhub.agents.openai_server.errors import ApiError, bad_field, errors, read_json, unavailable, unsupported
-from rlhub.agents.openai_server.rendering import Renderer, as_answer, ending_token, gathered, in_time, sample
-from rlhub.agents.openai_server.sessions import Session, SessionLimits, SessionTurn, carries, has_answers, history_of, tools_key
-from rlhub.agents.openai_server.streaming import Choice, FindCalls, Rules, RunningAnswer
-from rlhub.agents.openai_server.tool_choice import ToolUse
+from rlhub.agents.openai_server.admin import Administration, ServerMetrics, admin_routes
+from rlhub.agents.openai_server.answering import Answering, Exchange, ServerOptions
+from rlhub.agents.openai_server.answers import Answer, AnswerWriter, Writer, WriterParts, send_stream, send_whole
+from rlhub.agents.openai_server.bodies import Message, RequestBody, read_chat, read_completion, renamed
+from rlhub.agents.openai_server.errors import ApiError, errors, read_json, unavailable
+from rlhub.agents.openai_server.messages import MessagesWriter, read_messages
+from rlhub.agents.openai_server.online import OnlineSessions, online_routes
+from rlhub.agents.openai_server.rendering import Renderer, in_time
+from rlhub.agents.openai_server.repeats import ClientCall
+from rlhub.agents.openai_server.replicas import OneEngine, replica_routes
+from rlhub.agents.openai_server.responses import ResponsesWriter, read_responses
+from rlhub.agents.openai_server.sessions import (
+    Session,
+    SessionLimits,
+    carries,
+    request_id_of,
+)
 from rlhub.agents.workflows.base import EpisodeEngine
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams, check_ids
-from rlhub.errors import ConfigError, EngineError, RequestError, WorkerError
-from rlhub.tools.call_streams import opening
+from rlhub.engines.rollout.base import SamplingParams
+from rlhub.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 64 << 20
 RETRY_AFTER_S = 1.0
-SEED_BITS = 31
+Body = TypeVar("Body", bound=RequestBody)
 SHUTDOWN_S = 1.0  # for answers that are being written when the server closes
-
-
-@dataclass(slots=True, kw_only=True)
-class ServerOptions:
-    """The settings of an OpenAIServer.
-
-    model: the name that clients see.  max_model_len: maximum number of tokens of prompt plus answer outside of sessions.
-
-    port: 0 for any free port; otherwise the first free one of `num_ports` ports from there on.
-
-    key: the key of requests outside of sessions; None forbids them.  admin_key: the key of administration; None forbids it.
-    fixed_sampling: temperature, top_p and top_k are always the server's, because a trainer computes log-probs of that
-    distribution.
-
-    max_concurrent: maximum number of requests served at once; further ones get status 429.  max_samples: maximum number of
-    answers to one request, its prompts times n.  vocab_size: of the model; None if only the engine knows it.  find_calls: finds
-    tool calls in answers; None if answers are only text.
-
-    connection_s: time limit in seconds for a client to send a request's head, to send its body, to read each part of a stream,
-    and to send the next request.  request_s: time limit of an answer including its waiting time; then the status is 504.
-    """
-
-    model: str
-    max_model_len: int
-    host: str = LOOPBACK
-    port: int = 0
-    num_ports: int = 1
-    key: str | None = None
-    admin_key: str | None = None
-    fixed_sampling: bool = True
-    max_concurrent: int = 4096
-    max_samples: int = 512
-    connection_s: float = 60.0
-    request_s: float = 7200.0
-    vocab_size: int | None = None
-    find_calls: FindCalls | None = None
-    template_kwargs: dict[str, Any] | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class _Exchange:
-    """A request and its running answers.  session: None outside of sessions.  number: the number of the request in its
-    session.  request_id: the part after the dash of the response's id."""
-
-    body: RequestBody
-    session: Session | None
-    number: int = 0
-    request_id: str = field(default_factory=lambda: secrets.token_hex(ID_BYTES))
-    running: RunningAnswer = field(default_factory=RunningAnswer)
 
 
 class OpenAIServer:
@@ -101,12 +58,15 @@ class OpenAIServer:
         options: ServerOptions,
         *,
         admin: Administration | None = None,
+        online: OnlineSessions | None = None,
     ) -> None:
-        self._engine, self._options, self._admin = engine, options, admin
+        self._engine, self._options, self._admin, self._online = engine, options, admin, online
         self._sampling = replace(sampling, log_probs=True)
         self._renderer = Renderer(tokenizer, options.template_kwargs)
+        self._answering = Answering(engine, self._renderer, self._sampling, options, admin)
         self._sessions: dict[str, Session] = {}
         self._active = 0
+        self._metrics = ServerMetrics()
         self._runner: web.AppRunner | None = None
         self._origin = ""
 
@@ -114,15 +74,24 @@ class OpenAIServer:
 
     def app(self) -> web.Application:
         """Returns the application with its routes, without a socket."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._metrics.middleware, errors])
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._show_metrics)
         if self._admin is not None:
-            app.router.add_routes(admin_routes(self._admin, self._admit_admin, self._json))
+            admin = self._admin
+            app.router.add_routes(admin_routes(admin, self._admit_admin, self._json))
+            app.router.add_routes(replica_routes(OneEngine(lambda: admin.failure), self._admit_admin))
+        if self._online is not None:
+            self._online.host = self
+            app.router.add_routes(online_routes(self._online, self._json))
         for prefix in ("/v1", "/s/{session}/v1"):
             app.router.add_get(f"{prefix}/models", self._models)
             app.router.add_get(f"{prefix}/models/{{model:.+}}", self._model)
             app.router.add_post(f"{prefix}/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/completions", self._completions)
+            app.router.add_post(f"{prefix}/responses", self._responses)
+            app.router.add_post(f"{prefix}/messages", self._messages)
+            app.router.add_post(f"{prefix}/messages/count_tokens", self._count_tokens)
         return app
 
     async def start(self) -> str:
@@ -170,12 +139,14 @@ class OpenAIServer:
         limits: SessionLimits,
         engine: EpisodeEngine | None = None,
         roles: Mapping[str, str] | None = None,
+        token: str | None = None,
     ) -> Session:
-        """Opens a session.  engine: generates for it; None for the server's engine.  roles: see Session.  Raises ValueError if
-        the name is in use."""
+        """Opens a session.  engine: generates for it; None for the server's engine.  roles: see Session.  token: its API key;
+        None for a random one.  Raises ValueError if the name is in use."""
         if name in self._sessions:
             raise ValueError(f"the session {name!r} is open already")
         session = Session(name=name, seed=seed, limits=limits, engine=engine or self._engine, roles=roles or {})
+        session.token = token or session.token
         self._sessions[name] = session
         return session
 
@@ -193,6 +164,13 @@ class OpenAIServer:
         if self._admin is not None and self._admin.failure:
             raise unavailable(self._admin.failure)
         return web.json_response({"status": "ok"})
+
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        """Answers a scraper with the administration's key, or with that of requests outside of sessions."""
+        if not carries(_authorization(request), self._options.key):
+            self._admit_admin(request)
+        status = await self._admin.status() if self._admin is not None else {}
+        return self._metrics.text(self._active, len(self._sessions), status)
 
     async def _models(self, request: web.Request) -> web.Response:
         self._admit(request)
@@ -213,17 +191,29 @@ class OpenAIServer:
         session = self._admit(request)
         body = read_chat(await self._json(request), self._sampling)
         self._bound("n", 1, body.n)
-        with self._place(session) as number:
-            exchange = _Exchange(body=body, session=session, number=number)
-            return await self._respond(request, exchange, self._answer_chat(exchange, body), chat=True)
+        return await self._respond(request, session, body, self._answering.chat, Writer)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        session = self._admit(request)
+        body = read_responses(await self._json(request), self._sampling, _earlier(session))
+        return await self._respond(request, session, body, self._answering.response, ResponsesWriter)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        session = self._admit(request)
+        body = read_messages(await self._json(request), self._sampling)
+        return await self._respond(request, session, body, self._answering.chat, MessagesWriter)
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        session = self._admit(request)
+        body = read_messages(await self._json(request), self._sampling)
+        parent, added = self._answering.continued(session, body)
+        return web.json_response({"input_tokens": len(added) + (len(parent.ids) if parent is not None else 0)})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
         body = read_completion(await self._json(request), self._sampling)
         self._bound("prompt", len(body.prompts), body.n)
-        with self._place(session) as number:
-            exchange = _Exchange(body=body, session=session, number=number)
-            return await self._respond(request, exchange, self._answer_prompts(exchange, body), chat=False)
+        return await self._respond(request, session, body, self._answering.prompts, Writer)
 
     async def _json(self, request: web.Request) -> dict[str, Any]:
         return await read_json(request, seconds=self._options.connection_s, setting="server.connection_s")
@@ -246,14 +236,16 @@ class OpenAIServer:
         session."""
         name = request.match_info.get("session")
         session = self._sessions.get(name) if name is not None else None
+        if name is not None and session is None and self._online is not None:
+            self._online.check_gone(name, request.headers.get("Authorization", ""))
         right = session.token if session is not None else self._options.key if name is None else None
-        if not carries(request.headers.get("Authorization", ""), right):
+        if not carries(_authorization(request), right):
             raise ApiError("wrong API key, or no such session", status=401, code="invalid_api_key", kind="authentication_error")
         return session
 
     @contextmanager
-    def _place(self, session: Session | None) -> Iterator[int]:
-        """Occupies one of the places for requests, and yields the request's number.  Raises ApiError 429 if no place is free."""
+    def _place(self, session: Session | None, call: ClientCall) -> Iterator[None]:
+        """Occupies one of the places for requests.  Raises ApiError 429 if no place is free."""
         if self._active >= self._options.max_concurrent:
             raise ApiError(
                 f"{self._active} requests are being answered, as many as this server takes; try again",
@@ -263,186 +255,61 @@ class OpenAIServer:
                 retry_after_s=RETRY_AFTER_S,
             )
         self._active += 1
+        if session is not None:
+            session.begin_request(call)
         try:
-            yield 0 if session is None else session.begin_request()
+            yield
         finally:
             self._active -= 1
-
-    async def _answer_chat(self, exchange: _Exchange, body: ChatBody) -> list[Answer]:
-        session = exchange.session
-        use = body.tool_use
-        history, tools = history_of(body.messages), tools_key(use.tools)
-        role = session.role_of(body.model) if session is not None else ""
-        parent = session.find(body.messages, use.tools, role) if session is not None else None
-        added: list[int] | None = None
-        if parent is not None:
-            ended = ending_token(parent.completion, body.sampling.stop_token_ids) is not None
-            added = self._renderer.added(body.messages[len(parent.history) :], turn_ended=ended)
-        if added is None:
-            parent, added = None, self._renderer.prompt(body.messages, use.tools)
-            if session is not None and has_answers(body.messages):
-                session.num_mismatches += 1
-        begun = self._opening(use)
-        if begun:
-            added = [*added, *self._renderer.text_ids(begun, special=False)]
-        answers = await self._sample(exchange, parent, added, self._params(body, session, parent, added), use, begun)
-        if session is not None:
-            told = [(*history, *history_of([answer.recorded])) for answer in answers]
-            turns = [
-                SessionTurn(parent=parent, added=added, completion=answer.completion, history=known, tools=tools)
-                for answer, known in zip(answers, told, strict=True)
-            ]
-            session.record(turns, role, exchange.request_id)
-        return answers
-
-    async def _answer_prompts(self, exchange: _Exchange, body: CompletionBody) -> list[Answer]:
-        session, prompts = exchange.session, [self._prompt_ids(prompt) for prompt in body.prompts]
-        role = session.role_of(body.model) if session is not None else ""
-        parents = [session.find_ids(ids, role) if session is not None else None for ids in prompts]
-        new = [ids[len(parent.ids) :] if parent is not None else ids for ids, parent in zip(prompts, parents, strict=True)]
-        # Before any of them is sampled: what is wrong with one is an answer with its status, not an event of a stream.
-        params = [self._params(body, session, parent, added) for parent, added in zip(parents, new, strict=True)]
-        found = await gathered(
-            self._sample(exchange, parent, added, sampling, before=index * body.n)
-            for index, (parent, added, sampling) in enumerate(zip(parents, new, params, strict=True))
-        )
-        if session is not None:
-            for parent, added, answers in zip(parents, new, found, strict=True):
-                turns = [SessionTurn(parent=parent, added=added, completion=answer.completion) for answer in answers]
-                session.record(turns, role, exchange.request_id)
-        return [answer for answers in found for answer in answers]
-
-    def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        ids = self._renderer.text_ids(prompt, special=True) if isinstance(prompt, str) else prompt
-        if not ids:
-            raise bad_field("prompt", prompt, "at least one token")
-        return ids
-
-    def _opening(self, use: ToolUse) -> str:
-        """Returns the text with which the answer is begun, so that it is a call if it must be one."""
-        begun = opening(self._options.find_calls, use.name)
-        if begun is None and (use.must or (use.one and use.look)):
-            field, other = ("tool_choice", "'auto'") if use.must else ("parallel_tool_calls", "true")
-            raise unsupported(field, f"calls in this server's tool format are found in whole answers only: use {other}")
-        return begun if begun is not None and use.must else ""
-
-    async def _sample(
-        self,
-        exchange: _Exchange,
-        parent: SessionTurn | None,
-        added: list[int],
-        params: SamplingParams,
-        use: ToolUse | None = None,
-        begun: str = "",
-        *,
-        before: int = 0,
-    ) -> list[Answer]:
-        """Samples the answers to one prompt.  use: None outside of chats.  before: the number of answers to the request's earlier
-        prompts."""
-        body = exchange.body
-        prompt_ids = [*parent.ids, *added] if parent is not None else added
-        rules = Rules(
-            decode=self._renderer.decode,
-            stop=body.stop,
-            stop_token_ids=params.stop_token_ids,
-            find_calls=self._options.find_calls if use is not None and use.look else None,
-            opening=begun,
-            one_call=use is not None and use.look and use.one,
-        )
-        completions, choices = await self._generate(exchange, prompt_ids, params, rules, before)
-        return [
-            as_answer(prompt_ids, completion, self._renderer, rules, choice)
-            for completion, choice in zip(completions, choices, strict=True)
-        ]
-
-    async def _generate(
-        self, exchange: _Exchange, prompt_ids: list[int], params: SamplingParams, rules: Rules, before: int
-    ) -> tuple[list[Completion], Sequence[Choice | None]]:
-        session = exchange.session
-        engine, name = (self._engine, "") if session is None else (session.engine, session.name)
-        start = _start(exchange.body, session)
-        requests = [
-            GenerationRequest(prompt_ids=prompt_ids, seed=seed, session=name, start=start) for seed in _seeds(exchange, before)
-        ]
-        followed = exchange.body.stream or rules.may_end
-        choices: Sequence[Choice | None] = [None] * len(requests)
-        if followed:
-            choices = exchange.running.begin(prompt_ids, rules, len(requests))
-        try:
-            return await sample(engine, requests, params, choices), choices
-        except (EngineError, WorkerError) as error:
-            raise self._failed(error, exchange.body) from error
-
-    def _failed(self, error: EngineError | WorkerError, body: RequestBody) -> ApiError:
-        """Returns the error to send: 400 if the request is at fault, in whichever process that was found."""
-        told = error.__cause__ if isinstance(error, WorkerError) else error
-        if isinstance(told, RequestError):
-            param = "messages" if told.param == "prompt" and isinstance(body, ChatBody) else told.param
-            return ApiError(str(told), param=param or None)
-        if self._admin is not None and self._admin.failure:
-            return unavailable(self._admin.failure)
-        return ApiError(f"the engine: {error}", status=500, kind="server_error")
-
-    def _params(self, body: RequestBody, session: Session | None, parent: SessionTurn | None, added: list[int]) -> SamplingParams:
-        """Returns the sampling parameters of this request, limited to the tokens that still fit.  Raises ApiError or RequestError
-        if they or the prompt are not valid."""
-        params, param = body.sampling, "messages" if isinstance(body, ChatBody) else "prompt"
-        check_ids(added, param, "the prompt", self._options.vocab_size)
-        check_ids(params.stop_token_ids, "stop_token_ids", "a stop token", self._options.vocab_size)
-        if session is not None and self._options.fixed_sampling:
-            session.num_overruled += bool(body.differing)
-            params = replace(self._sampling, stop_token_ids=params.stop_token_ids)
-        remaining = self._remaining(session, parent, added)
-        if remaining < 1:
             if session is not None:
-                session.full = True
-            raise ApiError(
-                "the conversation has no room left for an answer: it is at its limit of tokens",
-                param=param,
-                code="context_length_exceeded",
-            )
-        most = remaining + _start(body, session)
-        return replace(params, max_new_tokens=min(body.max_tokens or most, most))
-
-    def _remaining(self, session: Session | None, parent: SessionTurn | None, added: list[int]) -> int:
-        if session is None:
-            return self._options.max_model_len - len(added)
-        if parent is None:
-            return session.limits.response if len(added) <= session.limits.prompt else 0
-        used = len(parent.ids) - len(parent.path[0].added) + len(added)
-        return session.limits.response - used
+                session.end_request()
 
     # --- responses -----------------------------------------------------------------------------------------------------
 
     async def _respond(
-        self, request: web.Request, exchange: _Exchange, answering: Awaitable[list[Answer]], *, chat: bool
+        self,
+        request: web.Request,
+        session: Session | None,
+        body: Body,
+        answer: Callable[[Exchange, Body], Coroutine[Any, Any, list[Answer]]],
+        writer: Callable[[WriterParts, Body], AnswerWriter],
     ) -> web.StreamResponse:
-        body = exchange.body
-        writer = Writer(
-            model=self._options.model,
-            chat=chat,
-            token=self._renderer.token,
-            log_probs=body.log_probs,
-            token_ids=body.token_ids,
-            usage_chunk=body.usage_chunk,
-            n=body.n,
-            request_id=exchange.request_id,
-        )
-        answering = in_time(answering, self._options.request_s)
-        if body.stream:
-            return await send_stream(request, writer, answering, exchange.running, self._options.connection_s)
-        return await send_whole(request, writer.whole(await answering), self._options.connection_s)
+        """Answers a request.  answer: samples and records; writer: writes in the form of one interface."""
+        call = ClientCall() if session is None else session.call_of(request.path, request.headers, await request.read())
+        exchange = Exchange(body=body, session=session, call=call)
+        decode, token = self._renderer.decode_all, self._renderer.token
+        parts = WriterParts(model=self._options.model, token=token, text=decode, request_id=call.request_id, created=call.created)
+        write_s, writing = self._options.connection_s, writer(parts, body)
+        with (
+            self._place(session, call),
+            call.joined(request.transport, lambda: self._counted(exchange, answer(exchange, body))) as (answers, running),
+        ):
+            answering = in_time(answers, self._options.request_s)
+            if body.stream:
+                return await send_stream(request, writing, answering, running, write_s)
+            return await send_whole(request, writing.whole(await answering), write_s)
+
+    async def _counted(self, exchange: Exchange, answering: Awaitable[list[Answer]]) -> list[Answer]:
+        with renamed(exchange.body.names):
+            answers = await answering
+        self._metrics.add_answers(answers, exchange.body.n)
+        return answers
 
 
-def _start(body: RequestBody, session: Session | None) -> int:
-    """Returns the number of tokens of the completion that the prompt already contains; a session knows them by itself."""
-    return body.start if isinstance(body, CompletionBody) and session is None else 0
+def _authorization(request: web.Request) -> str:
+    """Returns the request's Authorization header, or its x-api-key as one, which Anthropic's client sends."""
+    key = request.headers.get("x-api-key")
+    return request.headers.get("Authorization", "" if key is None else f"Bearer {key}")
 
 
-def _seeds(exchange: _Exchange, before: int) -> list[int]:
-    """Returns the seeds of a prompt's answers.  before: the number of answers to the request's earlier prompts."""
-    body, session = exchange.body, exchange.session
-    named = [None if body.seed is None else body.seed + choice for choice in range(body.n)]
-    if session is not None:
-        return [session.answer_seed(exchange.number, before + choice, seed) for choice, seed in enumerate(named)]
-    return [secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS) for seed in named]
+def _earlier(session: Session | None) -> Callable[[str], Sequence[Message]]:
+    """Returns the conversations of earlier responses, by their ids."""
+
+    def found(name: str) -> Sequence[Message]:
+        kept = session.conversations.get(request_id_of(name)) if session is not None else None
+        if kept is None:
+            told = f"got {name!r:.100}, but responses are kept within sessions alone: send the whole input"
+            raise ApiError(f"previous_response_id: {told}", status=404, param="previous_response_id", code="not_found")
+        return kept
+
+    return found

@@ -15,12 +15,14 @@ import hmac
 import json
 import random
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlhub.agents.openai_server.bodies import Message
+from rlhub.agents.openai_server.repeats import ClientCall, ClientCalls
 from rlhub.agents.trajectory import NOT_SAMPLED, Episode, Sampled, Trajectory
 from rlhub.agents.workflows.base import EpisodeEngine
 from rlhub.agents.workflows.turns import turn_seed
@@ -80,11 +82,17 @@ class Session:
     """The record of one agent's run.
 
     engine: generates for it.  token: the API key of its requests.  seed: the seed of its first answer.  roles: by the name that
-    requests give as their model, `trained` or `frozen`.
+    requests give as their model, `trained` or `frozen`.  conversations: the messages that a request to /v1/responses may continue
+    by its `previous_response_id`, by `request_id_of` it.
+
+    calls: the requests, with those that repeat others.  num_requests: counts calls.
 
     num_mismatches: the number of requests whose history contains answers that differ from the recorded ones, so that a new
     segment began.  num_overruled: the number of requests whose sampling settings differed from the run's.  full: a request was
     refused because its segment had reached its token limit.
+
+    num_answering: the number of requests that are being answered.  used_at: when the last one began or ended, by
+    time.monotonic.
     """
 
     name: str
@@ -94,15 +102,37 @@ class Session:
     token: str = field(default_factory=lambda: secrets.token_urlsafe(TOKEN_BYTES))
     roles: Mapping[str, str] = field(default_factory=dict)
     turns: list[SessionTurn] = field(default_factory=list)
+    conversations: dict[str, list[Message]] = field(default_factory=dict)
+    calls: ClientCalls = field(default_factory=ClientCalls)
     num_requests: int = 0
     num_mismatches: int = 0
     num_overruled: int = 0
     full: bool = False
+    num_answering: int = 0
+    used_at: float = field(default_factory=time.monotonic)
 
-    def begin_request(self) -> int:
-        """Returns the number of a new request, from 0."""
-        self.num_requests += 1
-        return self.num_requests - 1
+    def forget(self) -> None:
+        """Drops the record, with the answers that were kept for repeated requests."""
+        self.turns.clear()
+        self.calls = ClientCalls()
+
+    def call_of(self, path: str, headers: Mapping[str, str], body: bytes) -> ClientCall:
+        """Returns the call to which a request belongs; see ClientCalls."""
+        continued = {turn.parent.request_id for turn in self.turns if turn.parent is not None}
+        return self.calls.of(path, headers, body, continued)
+
+    def begin_request(self, call: ClientCall) -> None:
+        """Begins to answer a request, and gives its call a number, from 0, unless it repeats another."""
+        if call.number < 0:
+            call.number = self.num_requests
+            self.num_requests += 1
+        self.num_answering += 1
+        self.used_at = time.monotonic()
+
+    def end_request(self) -> None:
+        """Counts a request that was answered, or whose client has left."""
+        self.num_answering -= 1
+        self.used_at = time.monotonic()
 
     def answer_seed(self, request: int, answer: int, wanted: int | None) -> int:
         """Returns the seed of an answer.  It depends on the order of requests, so that an agent's run can be repeated.
@@ -118,6 +148,10 @@ class Session:
     def role_of(self, model: str | None) -> str:
         """Returns the role that a request names as its model, or ""."""
         return model if model is not None and model in self.roles else ""
+
+    def trains(self, role: str) -> bool:
+        """Returns whether the answers of a role train."""
+        return self.roles.get(role) != FROZEN
 
     def record(self, turns: Sequence[SessionTurn], role: str, request_id: str) -> None:
         """Takes the answers of a request."""
@@ -191,7 +225,7 @@ class Session:
         with the answer of the same number and role in other episodes.  Raises WorkflowError for a name that is neither.
         """
         by_request = {turn.request_id: turn for turn in self.turns}
-        unknown = [name for name in rewards if name not in self.roles and name.rpartition("-")[2] not in by_request]
+        unknown = [name for name in rewards if name not in self.roles and request_id_of(name) not in by_request]
         of_roles = [name for name in rewards if name in self.roles]
         if unknown or len(of_roles) not in (0, len(rewards)):
             raise WorkflowError(
@@ -211,7 +245,7 @@ class Session:
         return self._result(rows)
 
     def _by_answer(self, rewards: Mapping[str, float], discount: float) -> Sampled | None:
-        given = {name.rpartition("-")[2]: reward for name, reward in rewards.items()}
+        given = {request_id_of(name): reward for name, reward in rewards.items()}
         turns = [turn for turn in self.turns if self._may_train(turn)]
         rows, numbers, following = [], Counter(turn.role for turn in turns), 0.0
         for turn in reversed(turns):
@@ -240,7 +274,7 @@ class Session:
         return Episode(trajectories=rows, metrics=metrics) if rows else None
 
     def _may_train(self, turn: SessionTurn) -> bool:
-        return bool(turn.completion.token_ids) and self.roles.get(turn.role) != FROZEN
+        return bool(turn.completion.token_ids) and self.trains(turn.role)
 
 
 def as_trajectory(leaf: SessionTurn, trained: Sequence[SessionTurn] | None = None) -> Trajectory:
@@ -287,6 +321,11 @@ def history_of(messages: Sequence[Message]) -> tuple[str, ...]:
 def tools_key(tools: Sequence[dict[str, Any]]) -> str:
     """Returns the tools of a request as a text that can be compared."""
     return json.dumps(list(tools), sort_keys=True) if tools else ""
+
+
+def request_id_of(name: str) -> str:
+    """Returns the part of a response's id that all wires share."""
+    return name.replace("_", "-").rpartition("-")[2]
 
 
 def has_answers(messages: Sequence[Message]) -> bool:

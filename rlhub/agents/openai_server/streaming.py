@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from os.path import commonprefix
 
-from rlhub.engines.rollout.base import Completion, Progress
-from rlhub.tools.call_streams import CallStream, ReplyPart, beginning, call_stream
+from rlhub.engines.rollout.base import Completion, SampledTokens
+from rlhub.tools.call_streams import CallStream, PlainText, ReplyPart, beginning
 from rlhub.tools.formats import ParsedReply
 
 INCOMPLETE = "\ufffd"
@@ -33,20 +33,20 @@ FindCalls = Callable[[str], ParsedReply]
 class Rules:
     """The rules by which the answers to a request are read; see `as_answer`.
 
-    find_calls: None if the answer is not searched for calls.  opening: the text with which the prompt has begun the answer.
+    make_stream: returns a parser of an answer's text.  opening: the text with which the prompt has begun the answer.
     one_call: the answer ends with its first call.
     """
 
     decode: Callable[[Sequence[int]], str]
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    find_calls: FindCalls | None = None
+    make_stream: Callable[[], CallStream] = PlainText
     opening: str = ""
     one_call: bool = False
 
     def stream(self) -> CallStream:
         """Returns a parser of one answer's text, which continues after the opening."""
-        made = call_stream(self.find_calls)
+        made = self.make_stream()
         told = made.add(self.opening)
         assert not told, "an opening alone says nothing for sure"
         return made
@@ -93,13 +93,11 @@ class StableText:
 
 @dataclass(slots=True, kw_only=True)
 class StreamPart:
-    """A part of an answer: text and tool calls in their order.  start: the index of its first token."""
+    """A part of an answer: text and tool calls in their order.  start: the index of its first token.  tokens: from there on."""
 
     written: list[ReplyPart]
     start: int
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]
+    tokens: Completion
 
 
 @dataclass(eq=False)
@@ -121,21 +119,36 @@ class Choice:
     def __post_init__(self) -> None:
         self._text = StableText(self.rules.decode)
         self._stream = self.rules.stream()
-        self._first_call = self.rules.stream()  # all that is stable, where the first call ends the answer
+        self._first_call = self.rules.stream() if self.rules.one_call else PlainText()  # of all that is stable
+        self._said: list[ReplyPart] = []
+        self._last: StreamPart | None = None
         self._sent_tokens = self._sent_text = 0
         self._call_ids: list[str] = []
+        self._copies: list[Choice] = []
+        self._whole: tuple[str, Completion] | None = None
 
-    def follow(self, progress: Progress) -> None:
+    def copy(self, changed: Callable[[], None]) -> Choice:
+        """Returns the same answer for another reader, who reads it from its beginning."""
+        made = Choice(self.prompt_ids, self.rules, changed)
+        made._call_ids = self._call_ids
+        self._copies.append(made)
+        if self._whole is None:
+            made.follow(self.written)
+        else:
+            made.end(*self._whole)
+        return made
+
+    def follow(self, progress: SampledTokens) -> None:
         """Appends tokens.  After the token that completes the answer all further ones are ignored: `stopped` is set, and
         `written` is the whole answer."""
-        for token, log_prob, version in zip(progress.token_ids, progress.log_probs, progress.versions, strict=True):
+        for index, token in enumerate(progress.token_ids):
             if self.stopped.is_set():
                 break
-            self.written.token_ids.append(token)
-            self.written.log_probs.append(log_prob)
-            self.written.versions.append(version)
+            self.written.extend(progress.between(index, index + 1))
             self._read(token)
         self.changed()
+        for copy in self._copies:
+            copy.follow(progress)
 
     def _read(self, token: int) -> None:
         known = len(self._text.stable)
@@ -154,13 +167,23 @@ class Choice:
 
     def take(self) -> StreamPart:
         """Returns the part that may be sent now and was not sent yet."""
-        return self._part(self._text.stable[: self._sayable()], self.written)
+        text = self._text.stable[: self._sayable()]
+        return self._part(self._stream.add(text[self._sent_text :]), text, self.written)
 
-    def rest(self, text: str, completion: Completion) -> StreamPart:
-        """Returns all that was not sent yet, when the answer is complete.  text: the whole answer, calls included."""
-        part = self._part(text, completion)
-        part.written += self._stream.end()
-        return part
+    def end(self, text: str, completion: Completion) -> list[ReplyPart]:
+        """Ends the answer; returns all its parts, those that were sent included.  text: the whole answer."""
+        self._whole, self.written = (text, completion), completion
+        for copy in self._copies:
+            copy.end(text, completion)
+        new = text[self._sent_text :]
+        parts = [*self._stream.add(new), *self._stream.end()] if self._sent_text else self._stream.whole(new)
+        self._last = self._part(parts, text, completion)
+        return self._said
+
+    def rest(self) -> StreamPart:
+        """Returns all that was not sent yet, after `end`."""
+        assert self._last is not None, "end comes first"
+        return self._last
 
     def call_id(self, index: int) -> str:
         """Returns the id of the answer's call number `index`."""
@@ -172,16 +195,11 @@ class Choice:
         text, first = self._text.stable, self._sent_text
         return first + min((beginning(text[first:], item) for item in self.rules.stop), default=len(text) - first)
 
-    def _part(self, text: str, completion: Completion) -> StreamPart:
-        start, offset = self._sent_tokens, self._sent_text
-        self._sent_tokens, self._sent_text = len(completion.token_ids), max(offset, len(text))
-        return StreamPart(
-            written=self._stream.add(text[offset:]),
-            start=start,
-            token_ids=completion.token_ids[start:],
-            log_probs=completion.log_probs[start:],
-            versions=completion.versions[start:],
-        )
+    def _part(self, parts: list[ReplyPart], text: str, completion: Completion) -> StreamPart:
+        start = self._sent_tokens
+        self._sent_tokens, self._sent_text = len(completion.token_ids), max(self._sent_text, len(text))
+        self._said += parts
+        return StreamPart(written=parts, start=start, tokens=completion.between(start))
 
 
 class RunningAnswer:
@@ -189,12 +207,22 @@ class RunningAnswer:
 
     def __init__(self) -> None:
         self.choices: list[Choice] = []
+        self._views: list[RunningAnswer] = []
         self._news = asyncio.Event()
 
     def begin(self, prompt_ids: list[int], rules: Rules, count: int) -> list[Choice]:
         """Adds `count` answers to one prompt, and returns them."""
         made = [Choice(prompt_ids, rules, self.notify) for _ in range(count)]
         self.choices += made
+        for view in self._views:
+            view.choices += [choice.copy(view.notify) for choice in made]
+        return made
+
+    def view(self) -> RunningAnswer:
+        """Returns the same answers for another reader, who reads them from their beginning."""
+        made = RunningAnswer()
+        made.choices = [choice.copy(made.notify) for choice in self.choices]
+        self._views.append(made)
         return made
 
     def notify(self) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 from rlhub.agents.openai_server.errors import bad_field, unsupported
 from rlhub.utils.tool_calls import schema_name
 
+SCHEMA = ("name", "description", "parameters")
+
 
 @dataclass(slots=True, kw_only=True)
 class ToolUse:
     """The tools of a request.
 
-    tools: the function schemas as given; their `strict` is not supported.  look: whether the answer is searched for calls.  must:
+    tools: the function schemas; their `strict` is not supported.  look: whether the answer is searched for calls.  must:
     the answer must begin with a call, of the tool `name` if one is named.  one: the answer ends with its first call.
     """
 
@@ -49,7 +51,14 @@ def _tools(value: Any) -> list[dict[str, Any]]:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad_field(f"tools[{index}]", tool, "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}")
-    return value
+    return [{"type": "function", "function": _ordered(tool["function"])} for tool in value]
+
+
+def _ordered(function: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema with its fields in one order, so that templates write the same tokens whichever client sends it.
+    `strict` is left out, which is no field that a model reads."""
+    first = {name: function[name] for name in SCHEMA if function.get(name) is not None}
+    return first | {name: value for name, value in function.items() if name not in (*SCHEMA, "strict")}
 
 
 def _named(choice: Any) -> str:

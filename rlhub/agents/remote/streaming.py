@@ -36,13 +36,7 @@ class TokenStream:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        found = self._so_far
-        return Progress(
-            token_ids=found.token_ids[have:],
-            log_probs=found.log_probs[have:],
-            versions=found.versions[have:],
-            finish_reason=found.finish_reason,
-        )
+        return self._so_far.between(have)
 
 
 class TokenStreams:
@@ -118,15 +112,12 @@ class StreamedRequest:
         return replace(self._first, prompt_ids=[*self._first.prompt_ids, *sent], start=self._first.start + len(sent))
 
     def _as_completion(self, reason: FinishReason) -> Completion:
-        sent = self._sent
-        return Completion(
-            token_ids=list(sent.token_ids), log_probs=list(sent.log_probs), versions=list(sent.versions), finish_reason=reason
-        )
+        made = Completion(token_ids=[], log_probs=[], finish_reason=reason)
+        made.extend(self._sent)
+        return made
 
 
 def extend(so_far: Progress, more: Progress) -> None:
     """Appends the tokens of `more` to `so_far`, and takes over its finish reason."""
-    so_far.token_ids += more.token_ids
-    so_far.log_probs += more.log_probs
-    so_far.versions += more.versions
+    so_far.extend(more)
     so_far.finish_reason = more.finish_reason

@@ -4,5 +4,5 @@ base.py         the interface of a workflow, its parts, and its inspection befor
 registry.py     the workflows by name
 knobs.py        their settings
 turns.py        single_turn and multi_turn; transcripts and chat templates
-tool_agent.py environment.py openai_agent.py   the other workflows
+tool_agent.py environment.py openai_agent.py online.py   the other workflows
 """

@@ -122,7 +122,12 @@ class WorkflowParts:
 
 
 class RolloutWorkflow(ABC):
-    """Runs episodes.  One instance runs many of them at the same time, so it keeps no state of an episode in itself."""
+    """Runs episodes.  One instance runs many of them at the same time, so it keeps no state of an episode in itself.
+
+    keeps_time: the workflow itself ends episodes that take too long, and rollout.agent.episode_timeout_s does not.
+    """
+
+    keeps_time = False
 
     def __init__(self, parts: WorkflowParts) -> None:
         self.parts = parts

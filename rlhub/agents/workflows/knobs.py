@@ -7,9 +7,11 @@ A knob with the name of a setting of actor_rollout_ref.rollout.multi_turn takes 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from rlhub.config.sections.rollout import MultiTurnConfig
+from rlhub.errors import ConfigError
 
 
 def at_least(least: float, **values: float | None) -> None:
@@ -51,7 +53,10 @@ class ToolKnobs(TurnKnobs):
     tools: list[Any] = field(default_factory=list)
     """Additional tools, in the form of that file's entries."""
     format: str = field(default_factory=lambda: MultiTurnConfig().format)
-    """The format of tool calls in the policy's text; a registered tool format."""
+    """The format of tool calls in the policy's text; a registered tool format, or vllm:<name> for a tool parser of vLLM's."""
+    reasoning_parser: str | None = None
+    """The name of vLLM's parser that takes the thoughts out of a reply before its calls are looked for (qwen3, deepseek_r1, ...).
+    None: calls count wherever they are."""
     tool_timeout_s: float = 30.0
     """Time limit of one call in seconds; when it passes, the model reads an error message."""
     max_tool_response_length: int = 2000
@@ -115,13 +120,9 @@ class EnvironmentKnobs(ToolKnobs):
 
 
 @dataclass(slots=True, kw_only=True)
-class AgentKnobs:
-    """The agent program or function, and its access to the policy."""
+class EndpointKnobs:
+    """The endpoint of an episode's requests, and the training of what was sampled there."""
 
-    agent: str = ""
-    """The agent, required: a function as path/to/agent.py:run or package.module:run, or a program as path/to/script.py."""
-    args: list[str] = field(default_factory=list)
-    """Command-line arguments of a program."""
     reward: Literal["score", "agent"] = "score"
     """score: the run's reward function scores the text of the last segment that trains.  agent: the reward is the number that the
     function returns, or the last line that the program prints; {"rewards": {...}} gives rewards by role or by response."""
@@ -134,7 +135,10 @@ class AgentKnobs:
     turn_discount: float = 1.0
     """The factor on the later answers' rewards in the return of an answer, where the agent gives rewards by response."""
     format: str = field(default_factory=lambda: MultiTurnConfig().format)
-    """The format of tool calls in the policy's text; a registered tool format."""
+    """The format of tool calls in the policy's text; a registered tool format, or vllm:<name> for a tool parser of vLLM's."""
+    reasoning_parser: str | None = None
+    """The name of vLLM's parser that takes the thoughts out of answers (qwen3, deepseek_r1, ...).  They are returned beside the
+    text, and the recorded tokens are those that were sampled.  None: thoughts are text."""
     model: str = "policy"
     """The name under which the endpoint serves the policy; requests may name any model."""
     host: str = "127.0.0.1"
@@ -145,14 +149,11 @@ class AgentKnobs:
     with a port set, each takes the first free one of the 64 ports from there on."""
     max_concurrent: int = 4096
     """Maximum number of requests that are answered at the same time; further ones get status 429."""
-    max_agents: int = 64
-    """Maximum number of agents that run at the same time in a process; further ones wait.  OpenAI's client gives up a connection
-    after 5 seconds, and the agents' code shares one event loop with the endpoint."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking."""
 
     def __post_init__(self) -> None:
-        at_least(1, max_concurrent=self.max_concurrent, max_agents=self.max_agents)
+        at_least(1, max_concurrent=self.max_concurrent)
         at_least(0, port=self.port)
         at_least(0, turn_discount=self.turn_discount)
         for name, known in (("reward", ("score", "agent")), ("segment", ("all", "last", "longest", "random"))):
@@ -168,3 +169,78 @@ class AgentKnobs:
                 raise ValueError(f"roles.{name}={kind!r}: must be one of trained, frozen")
         if self.roles and self.segment != "all":
             raise ValueError(f"segment={self.segment} with roles: conversations of several roles train whole; set segment=all")
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentKnobs(EndpointKnobs):
+    """The agent program or function, and its access to the policy."""
+
+    agent: str = ""
+    """The agent, required: a function as path/to/agent.py:run or package.module:run, or a program as path/to/script.py."""
+    args: list[str] = field(default_factory=list)
+    """Command-line arguments of a program."""
+    sandbox: str | dict[str, Any] | None = None
+    """The sandbox in which a program runs, with a network that ends at its endpoint: a registered one (bwrap, docker),
+    path/to/file.py:Class, or a mapping with `name` and settings.  None: the program has this user's files and network."""
+    max_agents: int = 64
+    """Maximum number of agents that run at the same time in a process; further ones wait.  OpenAI's client gives up a connection
+    after 5 seconds, and the agents' code shares one event loop with the endpoint."""
+
+    def __post_init__(self) -> None:
+        super(AgentKnobs, self).__post_init__()
+        at_least(1, max_agents=self.max_agents)
+
+
+@dataclass(slots=True, kw_only=True)
+class OnlineKnobs(EndpointKnobs):
+    """The sessions that applications open over HTTP, and their access to the policy."""
+
+    reward: Literal["score", "agent"] = "agent"
+    """agent: the application gives each session its reward.  score: the run's reward function scores the text of the last segment
+    that trains."""
+    port: int = 8020
+    """The port of the endpoint, which the applications know."""
+    key_file: str = ""
+    """File with the key with which applications open sessions, required."""
+    session_timeout_s: float = 300.0
+    """Seconds without a request after which a session has failed, and its place is given again."""
+
+    def __post_init__(self) -> None:
+        super(OnlineKnobs, self).__post_init__()
+        at_least(1, port=self.port)
+        at_least(0.001, session_timeout_s=self.session_timeout_s)
+
+    def read_key(self) -> str:
+        """Returns the applications' key.  Raises ConfigError where there is none."""
+        if not self.key_file:
+            raise ConfigError("key_file is not set: name a file with the key with which applications open sessions")
+        file = Path(self.key_file).expanduser()
+        key = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+        if not key:
+            raise ConfigError(f"key_file={self.key_file}: no such file, or an empty one; write a random key to it")
+        return key
+
+
+@dataclass(slots=True, kw_only=True)
+class VerifiersKnobs(EndpointKnobs):
+    """The environment of the library verifiers and the Python in which it runs."""
+
+    reward: Literal["score", "agent"] = "agent"
+    """agent: the reward is the environment's.  score: the run's reward function scores the text of the last segment that
+    trains."""
+    max_agents: int = 64
+    """Maximum number of episodes that run at the same time in a process; further ones wait."""
+    verifiers_python: str = ""
+    """The Python in which verifiers and the environment are installed, for example .venv-verifiers/bin/python; required."""
+    verifiers_path: list[str] = field(default_factory=list)
+    """Folders with environments that are not installed in that Python."""
+    verifiers_env: dict[str, Any] = field(default_factory=dict)
+    """Settings of the environment, as in the [env] block of the library's configuration: {taskset: {...}, agent: {max_turns: 4},
+    id: user-sim}.  A role without a harness of its own talks in the environment's process, and programs run as subprocesses."""
+    env: list[str] = field(default_factory=list)
+    """Environment variables that the environment receives although their names look like secrets (API_KEY, TOKEN, ...), such as a
+    judge's key.  All other variables are passed on anyway."""
+
+    def __post_init__(self) -> None:
+        super(VerifiersKnobs, self).__post_init__()
+        at_least(1, max_agents=self.max_agents)

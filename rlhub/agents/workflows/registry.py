@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from rlhub.config.sections.rollout import MultiTurnConfig, RolloutConfig
@@ -29,6 +30,13 @@ WORKFLOWS.add_lazy(
 WORKFLOWS.add_lazy(
     "openai_agent", "rlhub.agents.workflows.openai_agent:OpenAIAgent", knobs="rlhub.agents.workflows.knobs:AgentKnobs"
 )
+WORKFLOWS.add_lazy(
+    "verifiers:",
+    "rlhub.agents.verifiers.workflow:VerifiersEpisodes",
+    knobs="rlhub.agents.workflows.knobs:VerifiersKnobs",
+    companions={"problems": "rlhub.agents.verifiers.process:environment_problems"},
+)
+WORKFLOWS.add_lazy("online", "rlhub.agents.workflows.online:OnlineEpisodes", knobs="rlhub.agents.workflows.knobs:OnlineKnobs")
 
 DEFAULT, DEFAULT_MULTI_TURN = "single_turn", "tool_agent"
 """The workflows of rows that name none if the configuration names none either: without and with rollout.multi_turn.enable."""
@@ -61,11 +69,21 @@ def fill_knobs(cls: type[K], kwargs: Mapping[str, Any]) -> K:
     return found
 
 
+def split_name(name: str) -> tuple[str, str]:
+    """Returns the registered name and the target of a name such as verifiers:gsm8k; the target of other names is ""."""
+    family, _, target = name.partition(":")
+    return (f"{family}:", target) if f"{family}:" in WORKFLOWS else (name, "")
+
+
 def workflow_class(name: str) -> WorkflowFactory:
     """Returns the class or function of a registered name, `module:ClassName` or `path/to/file.py:ClassName`.
 
-    Raises RegistryError or ConfigError if there is none.
+    A registered name that ends with a colon takes the rest of `name` as its target.  Raises RegistryError or ConfigError if there
+    is none.
     """
+    registered, target = split_name(name)
+    if target:
+        return partial(WORKFLOWS.get(registered), target=target)
     if ":" not in name:
         return WORKFLOWS.get(name)
     try:

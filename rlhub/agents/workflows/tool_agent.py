@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,8 +19,9 @@ from rlhub.agents.workflows.knobs import ToolKnobs
 from rlhub.agents.workflows.registry import WHERE, fill_knobs
 from rlhub.agents.workflows.turns import Message, Transcript, TurnTemplate
 from rlhub.errors import ConfigError
+from rlhub.tools.call_streams import CallPart
 from rlhub.tools.formats import ParsedReply
-from rlhub.tools.registry import TOOL_FORMATS
+from rlhub.tools.registry import ReplyFormat, reply_format
 from rlhub.tools.toolbox import Toolbox, load_tools, read_tool_file
 from rlhub.utils.tool_calls import ToolCall, ToolResult, ToolSchema
 
@@ -77,12 +78,13 @@ class ToolLoop:
     parts: WorkflowParts
     knobs: ToolKnobs
     scored: bool = False
-    parse: Callable[[str], ParsedReply] = field(init=False)
+    form: ReplyFormat = field(init=False)
     template: TurnTemplate = field(init=False)
 
     def __post_init__(self) -> None:
-        self.parse = TOOL_FORMATS.get(self.knobs.format)
-        self.template = TurnTemplate(self.parts.tokenizer, roles=["tool"], kwargs=self.knobs.chat_template_kwargs)
+        knobs, tokenizer = self.knobs, self.parts.tokenizer
+        self.form = reply_format(knobs.format, knobs.reasoning_parser, tokenizer, knobs.chat_template_kwargs)
+        self.template = TurnTemplate(tokenizer, roles=["tool"], kwargs=knobs.chat_template_kwargs)
 
     async def run(self, engine: EpisodeEngine, data: EpisodeData, executor: ToolExecutor) -> Trajectory:
         """Runs one episode on the row's prompt, with the tools described in it."""
@@ -97,10 +99,11 @@ class ToolLoop:
         self, engine: EpisodeEngine, data: EpisodeData, executor: ToolExecutor, transcript: Transcript, counts: CallCounts
     ) -> bool:
         """Generates one turn and executes its calls; returns whether the policy continues."""
+        read = [*transcript.prompt_ids, *transcript.response_ids]
         completion = await transcript.generate(engine, data, self.parts.sampling, most=self.knobs.max_turn_tokens)
         if completion.finish_reason != "stop" and not transcript.remaining:
             return False
-        reply = self.parse(self.template.text(completion.token_ids))
+        reply = read_reply(self.form, self.template.text(completion.token_ids), executor.schemas, read)
         if not reply.calls and not reply.problems:
             return False
         counts.malformed += len(reply.problems)
@@ -137,6 +140,28 @@ class ToolLoop:
             counts.truncated += 1
             text = shortened(text, limit)
         return {"role": "tool", "content": text, "tool_call_id": f"call_{number}"}
+
+
+def read_reply(form: ReplyFormat, text: str, tools: Sequence[ToolSchema], prompt_ids: Sequence[int]) -> ParsedReply:
+    """Returns a whole reply with its calls; thoughts that a reasoning parser finds are no part of its text.
+
+    A library's parser takes a malformed call for text, so that only rlhub's own formats report problems.
+    """
+    if form.parser is None:
+        assert form.find_calls is not None, "a format has one of the two"
+        return form.find_calls(text)
+    parts = form.parser.stream([] if form.find_calls else list(tools), prompt_ids).whole(text)
+    said = "".join(part for part in parts if isinstance(part, str))
+    if form.find_calls is not None:
+        return form.find_calls(said)
+    reply, calls = ParsedReply(text=said.strip()), dict[int, dict[str, str]]()
+    for part in parts:
+        if isinstance(part, CallPart):
+            call = calls.setdefault(part.index, {"name": part.name or "", "arguments": ""})
+            call["arguments"] += part.arguments
+    for call in calls.values():
+        reply.add({**call, "arguments": call["arguments"] or "{}"})
+    return reply
 
 
 def shortened(text: str, limit: int) -> str:

@@ -92,14 +92,14 @@ def _own_pool(role: str) -> str:
 
 
 _PER_GPU = "sizes over all ranks are not supported; use the key ending in _per_gpu"
-_NO_COMPILE = "this version does not compile models"
+_ACTORS_COMPILE = "the engine's fsdp_config.use_torch_compile decides"
 _CHUNKS = "log-probs and entropy are computed in chunks, without kernels of another package"
 _MEMORY = "to save memory use enable_gradient_checkpointing, use_dynamic_bsz with ppo_max_token_len_per_gpu, or param_offload"
 _ALL_SAVED = "a checkpoint always holds weights, optimizer, the run's state and a Hugging Face folder"
 _WEIGHTS = "the engine's weights come from the trainer, and are compared with it after every sync"
 _PROFILER = "there is no profiler to switch on; trace.json in the run folder (for Perfetto) shows what ran when"
 _PARALLEL = f"replicas are as many as ranks / {_R}tensor_model_parallel_size"
-_NO_IMAGES = "this version reads text alone"
+_IMAGES = "pictures are the column images of the data files, as a vision-language model's own image processor prepares them"
 _REMOVED = "has other names here: rollout_is=token or sequence, rollout_is_threshold, rollout_rs, rollout_rs_threshold"
 _OUTSIDE = "tokenizer and configuration are read from model.path"
 _RM_ENGINE = (
@@ -199,7 +199,9 @@ FOREIGN = (
     _note("*fsdp_config.seed", "the run has one seed, trainer.seed", None),
     _note("*fsdp_config.full_determinism", "runs on CPU repeat bit for bit; on GPUs kernels decide", False),
     *(_silent(f"*fsdp_config.{key}") for key in ("strategy", "forward_only")),
-    *_notes(("*use_torch_compile",), _NO_COMPILE, False),
+    *_notes(
+        (f"{_REF}use_torch_compile", "reward_model.use_torch_compile", "*megatron.use_torch_compile"), _ACTORS_COMPILE, False
+    ),
     *_notes(
         (
             "*entropy_from_logits_with_chunking",
@@ -252,9 +254,8 @@ FOREIGN = (
     _refused("critic.loss_agg_mode", "the value loss is a mean over tokens", "token-mean"),
     _note("critic.model.tokenizer_path", _OUTSIDE, None),
     *_notes((f"{_A}data_loader_seed", "critic.data_loader_seed"), "mini-batches are drawn from trainer.seed", None),
-    _note(f"{_A}calculate_entropy", "actor/entropy is logged where the update computes it", False),
     _note(f"{_A}calculate_sum_pi_squared", "it is computed where algorithm.adv_estimator needs it", False),
-    _note(f"{_A}freeze_vision_tower", _NO_IMAGES, False),
+    _note(f"{_A}freeze_vision_tower", "the vision part is trained with the rest", False),
     _refused("*router_replay.mode", "experts are routed anew in training", "disabled", None),
     _silent("*router_replay.*"),
     _note("*load_weight", "the weights are always read from model.path", True),
@@ -273,8 +274,7 @@ FOREIGN = (
     _refused("data.chat_template", "put it into the tokenizer's files (chat_template.jinja in model.path)", None),
     _refused("*model.external_lib", "modules to import are named by trainer.plugins", None),
     _refused("*model.exclude_modules", "name those that get adapters in target_modules", None),
-    _refused("*model.lora_adapter_path", "merge the adapters into the model and name that folder in model.path", None),
-    _note("*model.lora.merge", "adapters are always merged into the weights that the rollout engine gets"),
+    _note("*model.lora.merge", f"{_R}lora_sync decides: merged (the default) or adapter"),
     _note("*model.lora.*", "adapters are those of lora_rank, lora_alpha and target_modules", None),
     _refused("*mtp.enable*", "this version trains and samples the next token alone", False),
     _silent("*mtp.*"),
@@ -320,7 +320,7 @@ FOREIGN = (
     _note(f"{_R}prometheus.*", "metrics.jsonl in the run folder has every metric", False, None),
     _refused(f"{_R}quantization*", f"the engine holds the trained weights as they are ({_R}dtype)", None),
     _refused(f"{_R}enable_rollout_routing_replay", "experts are routed anew in training", False),
-    _note(f"{_R}engine_kwargs.*mm_*", _NO_IMAGES, None),
+    _note(f"{_R}engine_kwargs.*mm_*", _IMAGES, None),
     _note(f"{_R}engine_kwargs.sglang*", f"{_R}name is no SGLang", None, {}),
     _note(f"{_R}engine_kwargs.trtllm*", f"{_R}name is no TensorRT-LLM", None, {}),
     _note(f"{_R}engine_kwargs.*", f"the engine is built from the settings of {_R[:-1]} alone", None, {}),
@@ -340,7 +340,7 @@ FOREIGN = (
         True,
     ),
     _note("data.gen_batch_size", "each round of dynamic sampling draws as many prompts as the batch still lacks"),
-    *_notes(("data.image_key", "data.video_key", "data.image_patch_size"), _NO_IMAGES, "images", "videos", 14, None),
+    *_notes(("data.image_key", "data.video_key", "data.image_patch_size"), _IMAGES, "images", "videos", 14, None),
     _refused("data.reward_fn_key", "the scorer is chosen by the column data_source", "data_source"),
     *(
         _refused(f"data.{key}", "every row of the files is read; give shorter files", -1, None)

@@ -80,6 +80,7 @@ ALIASES = {
     **{f"{role}optim.warmup_steps_ratio": f"{role}optim.lr_warmup_steps_ratio" for role in TRAINED},
     **{f"{role}optim.lr_decay_steps": f"{role}optim.total_training_steps" for role in TRAINED},
     **{f"{role}optim.clip_grad": f"{role}grad_clip" for role in TRAINED},
+    **{f"{role}use_torch_compile": f"{role}fsdp_config.use_torch_compile" for role in TRAINED},
     **{f"{model}lora.rank": f"{model}lora_rank" for model in (_M, "critic.model.", "model.")},
     **{f"{model}lora.alpha": f"{model}lora_alpha" for model in (_M, "critic.model.", "model.")},
     **{f"{model}lora.target_modules": f"{model}target_modules" for model in (_M, "critic.model.", "model.")},

@@ -7,6 +7,7 @@ engines.py        the training engines of all roles together
 placement.py      trainer.pools and trainer.placement
 asynchronous.py   rollout.mode=async, staleness, collected trajectories
 embodied.py       env, the simulators
+sources.py        data.sources and data.sampler
 faults.py         trainer.faults
 effects.py        warnings about settings that have no effect
 """

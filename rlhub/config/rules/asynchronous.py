@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhub.config.rules.placement import is_separate
+from rlhub.config.rules.placement import is_separate, pool_of, size_text
 from rlhub.config.sections import rollout_correction
-from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig, PPOConfig
+from rlhub.config.sections.trainer import TrainerConfig
 
 SYNC = "sync"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_SERVICE_KEYS = ("recompute_kv_cache", "weights_folder", "trajectories_folder", "replica_restarts", "multi_turn.", "agent.")
+_SERVICE_KEYS = (
+    *("recompute_kv_cache", "weights", "weights_folder", "weights_full_every", "trajectories_folder", "replica_restarts"),
+    *("multi_turn.", "agent."),
+)
 _TRAINER_KEYS = ("pipeline_depth", "pacing", "stale_policy")
 _ENVIRONMENT = "environment"
 _COLLECTED = f"{_ROLLOUT}.trajectories_folder"
 _UNREAD_COLLECTED = (
     *("agent.num_workers", "agent.num_env_hosts", "agent.episode_retries", "agent.min_samples", "replica_restarts"),
+    *("min_replicas", "max_replicas"),
 )
 
 
@@ -37,6 +42,12 @@ def is_collected(config: PPOConfig) -> bool:
 def may_be_stale(config: PPOConfig) -> bool:
     """Returns True where a training batch may hold tokens of an older policy than the one that is updated."""
     return (is_async(config) or runs_ahead(config)) and config.trainer.max_staleness > 0
+
+
+def replica_places(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> list[int]:
+    """Returns the number of replicas that each machine of the rollout's pool holds."""
+    pool = pool_of(trainer, "rollout")
+    return [pool.n_gpus_per_node // config.rollout.tensor_model_parallel_size] * pool.nnodes
 
 
 def problems(config: PPOConfig) -> list[str]:
@@ -76,6 +87,7 @@ def why_unread(config: PPOConfig) -> str:
 
 def _synchronous(config: PPOConfig) -> Iterator[str]:
     rollout, staleness = config.actor_rollout_ref.rollout, config.trainer.max_staleness
+    yield from _no_service(config)
     if staleness > 0:
         yield (
             f"trainer.max_staleness={staleness} with {_ROLLOUT}.mode={rollout.mode}: generation and training take turns, so "
@@ -96,6 +108,7 @@ def _synchronous(config: PPOConfig) -> Iterator[str]:
 def _ahead(config: PPOConfig) -> Iterator[str]:
     """Yields the problem of ranks that cannot simulate and train at the same time."""
     staleness = config.trainer.max_staleness
+    yield from _no_service(config)
     if staleness > 0 and not is_separate(config.trainer, "rollout"):
         yield (
             f"trainer.max_staleness={staleness} with env.name={config.env.name}: the actor's ranks cannot run episodes while "
@@ -112,6 +125,8 @@ def _asynchronous(config: PPOConfig) -> Iterator[str]:
             ".rollout_rs (rejection), .proximal=a3po or .bypass_mode=true; or use trainer.stale_policy=drop or mask"
         )
     yield from _environments(config)
+    yield from _weights(config)
+    yield from _replicas(config)
     rollout = config.actor_rollout_ref.rollout
     assert rollout.agent.min_samples is not None, "derive first"
     if rollout.agent.min_samples > rollout.n:
@@ -119,6 +134,47 @@ def _asynchronous(config: PPOConfig) -> Iterator[str]:
             f"{_ROLLOUT}.agent.min_samples={rollout.agent.min_samples} is more than {_ROLLOUT}.n={rollout.n}: no group has so "
             f"many samples; set it to {rollout.n} to train whole groups only, or to null"
         )
+
+
+def _weights(config: PPOConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.weights in ("memory", "collective") and rollout.weights_folder is not None:
+        yield (
+            f"{_ROLLOUT}.weights={rollout.weights} with {_ROLLOUT}.weights_folder={rollout.weights_folder}: these weights go "
+            "through no folder; set weights=folder, or weights_folder=null"
+        )
+
+
+def _given_replicas(config: PPOConfig) -> dict[str, int]:
+    rollout = config.actor_rollout_ref.rollout
+    given = {f"{_ROLLOUT}.min_replicas": rollout.min_replicas, f"{_ROLLOUT}.max_replicas": rollout.max_replicas}
+    return {key: number for key, number in given.items() if number is not None}
+
+
+def _no_service(config: PPOConfig) -> Iterator[str]:
+    """Yields the problem of replicas that should come and go where ranks generate, whose number is fixed."""
+    for key, number in _given_replicas(config).items():
+        why = f"env.name={config.env.name}" if config.env.name is not None else f"{_ROLLOUT}.mode=sync"
+        remedy = "" if config.env.name is not None else f", or set {_ROLLOUT}.mode=async"
+        yield f"{key}={number} with {why}: the ranks of the pool generate, and their number is fixed; set it to null{remedy}"
+
+
+def _replicas(config: PPOConfig) -> Iterator[str]:
+    """Yields the problems of bounds that exclude each other, and of a pool that cannot hold as many replicas."""
+    rollout, trainer, given = config.actor_rollout_ref.rollout, config.trainer, _given_replicas(config)
+    if len(given) == 2 and (rollout.min_replicas or 0) > (rollout.max_replicas or 0):
+        lower, upper = (f"{key}={number}" for key, number in given.items())
+        yield f"{lower} is more than {upper}: lower the one or raise the other"
+    pool, each = pool_of(trainer, "rollout"), rollout.tensor_model_parallel_size
+    places = sum(replica_places(config.actor_rollout_ref, trainer))
+    for key, number in given.items():
+        if number > places:
+            ranks = f"{pool.nnodes} machines x {size_text(trainer, 'rollout')}"
+            shared = f" / {_ROLLOUT}.tensor_model_parallel_size={each}" if each > 1 else ""
+            yield (
+                f"{key}={number}: the rollout's pool holds {places} replicas ({ranks}{shared}), and {number} need "
+                f"{number * each} ranks; lower it, or give the pool more ranks"
+            )
 
 
 def _environments(config: PPOConfig) -> Iterator[str]:
@@ -166,10 +222,10 @@ def _collected(config: PPOConfig) -> Iterator[str]:
             f"trainer.test_freq={trainer.test_freq} with {given}: nothing generates here; set trainer.test_freq=-1 and validate "
             "the checkpoints with python -m rlhub.trainer.main_eval"
         )
-    if config.algorithm.filter_groups.enable:
+    if config.algorithm.filtering:
         yield (
-            f"algorithm.filter_groups.enable=true with {given}: the collecting job neither scores nor filters; set it to false, "
-            f"or {_COLLECTED} to null"
+            f"{config.algorithm.filtering} with {given}: the collecting job neither scores nor filters; leave it out, "
+            f"or set {_COLLECTED} to null"
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from rlhub.config.rules import asynchronous, embodied, engines, faults, placement
+from rlhub.config.rules import asynchronous, embodied, engines, faults, placement, sources
 from rlhub.config.rules.parallel import all_ranks, data_parallel
 from rlhub.config.sections import rollout_correction
 from rlhub.config.sections.actor import ActorConfig
@@ -69,6 +69,7 @@ def _(config: PPOConfig) -> list[str]:
         *placement.problems(config),
         *asynchronous.problems(config),
         *embodied.problems(config),
+        *sources.problems(config),
         *_check_controller(config),
     ]  # fmt: skip
 
@@ -107,10 +108,11 @@ def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, rows: str, row: 
     return problems
 
 
-def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
-    """Returns the problems of settings that the chosen advantage estimator needs.  requires: of its registry row."""
+def check_requirements(config: PPOConfig, requires: AbstractSet[str], estimator: str = "") -> list[str]:
+    """Returns the problems of settings that an advantage estimator needs.  requires: of its registry row.  estimator: its name
+    with the key that sets it, where it is a data source's own."""
     rollout, found = config.actor_rollout_ref.rollout, []
-    estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    estimator = estimator or f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
     if "groups" in requires and rollout.n < 2:
         found.append(
             f"{_ROLLOUT}.n={rollout.n}: {estimator} compares the samples of a prompt with each other and needs 2 or more"
@@ -135,7 +137,7 @@ def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[st
         found.append(
             f"{estimator} compares the policy with a teacher: set actor_rollout_ref.ref.model.path to its folder or hub name"
         )
-    return found + placement.unneeded(config, requires)
+    return found
 
 
 def notes(config: PPOConfig) -> list[str]:

@@ -50,6 +50,8 @@ def _(config: PPOConfig) -> None:
         reference.megatron = _megatron_of(actor)
     if critic.model is None:
         critic.model = dataclasses.replace(model)
+    if critic.model.lora_adapter_path == model.lora_adapter_path:
+        critic.model.lora_adapter_path = None  # a policy's adapter has no head for values
     _critic_from_actor(critic, actor)
     if rollout.max_model_len is None:
         rollout.max_model_len = config.data.max_prompt_length + config.data.max_response_length

@@ -64,10 +64,11 @@ def _(config: PPOConfig) -> list[Dead]:
         (not in_reward, ("algorithm.kl_penalty", "algorithm.kl_ctrl."), "algorithm.use_kl_in_reward is off"),
         (control.type == "fixed", ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
          "algorithm.kl_ctrl.type is fixed"),
-        (not config.algorithm.filter_groups.enable,
+        (not config.algorithm.filtering,
          ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
          "algorithm.filter_groups.enable is off"),
         *_correction(config),
+        (actor.entropy_coeff != 0, (f"{_ACTOR}calculate_entropy",), "entropy_coeff is set, and the loss reads the entropy"),
         (actor.loss_agg_mode != "seq-mean-token-sum-norm", (f"{_ACTOR}loss_scale_factor",),
          "only loss_agg_mode=seq-mean-token-sum-norm reads it"),
         *_batching(bool(actor.use_dynamic_bsz), _ACTOR, "ppo_"),
@@ -75,6 +76,7 @@ def _(config: PPOConfig) -> list[Dead]:
         *_batching(bool(rollout.log_prob_use_dynamic_bsz), _ROLLOUT, "log_prob_"),
         *_batching(bool(config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz), _REF, "log_prob_"),
         *_model(config.actor_rollout_ref.model.lora_rank, "actor_rollout_ref.model."),
+        (config.actor_rollout_ref.model.lora_rank == 0, (f"{_ROLLOUT}lora_sync",), "actor_rollout_ref.model.lora_rank is 0"),
         *_optimizer(config, f"{_ACTOR}optim."),
         *_optimizer(config, "critic.optim."),
         (not val.do_sample, tuple(f"{_ROLLOUT}val_kwargs.{name}" for name in ("temperature", "top_p", "top_k", "n")),
@@ -135,11 +137,11 @@ def _engines(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> Iterator[D
     for engine in engines(config):
         chosen = f"{engine.role_model.strategy_key} is {engine.role_model.strategy}"
         yield True, tuple(f"{key}." for key in engine.unread), f"{chosen}, which reads {engine.key}"
+        model, recomputed = engine.role_model.model_key, f"{engine.key}.recompute_granularity"
         if isinstance(engine.section, MegatronConfig):
-            model, recomputed = engine.role_model.model_key, f"{engine.key}.recompute_granularity"
             yield True, (f"{model}.use_remove_padding",), f"{chosen}, which always computes on packed rows"
-            off = not engine.role_model.model.enable_gradient_checkpointing
-            yield off, (recomputed,), f"{model}.enable_gradient_checkpointing is off"
+        off = not engine.role_model.model.enable_gradient_checkpointing
+        yield off, (recomputed,), f"{model}.enable_gradient_checkpointing is off"
 
 
 def _correction(config: PPOConfig) -> list[Dead]:

@@ -51,7 +51,7 @@ def problems(config: PPOConfig) -> list[str]:
         "gives the rewards itself: set reward_model.enable=false, and no judge or custom_reward_function": bool(
             scoring.enable or scoring.judge.model.path or config.custom_reward_function.path
         ),
-        "does not filter groups: set algorithm.filter_groups.enable=false": config.algorithm.filter_groups.enable,
+        f"does not filter groups: leave out {config.algorithm.filtering}": config.algorithm.filtering is not None,
         "records no batches: set trainer.record_batches=false and trainer.replay_from=null": bool(
             config.trainer.record_batches or config.trainer.replay_from
         ),
@@ -109,24 +109,25 @@ def _apart(config: PPOConfig) -> Iterator[str]:
         yield f"{size}.process_gpus={pool.process_gpus:g}: Ray gives parts of one GPU or whole ones; set {whole} or {whole + 1}"
 
 
-def requirement_problems(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
-    """Returns the problems with what the advantage estimator needs.  requires: of its registry row."""
-    name, vla, env = config.algorithm.adv_estimator, config.actor_rollout_ref.model.vla, config.env.name
-    actor = config.actor_rollout_ref.actor
+def requirement_problems(config: PPOConfig, requires: AbstractSet[str], estimator: str = "") -> list[str]:
+    """Returns the problems with what an advantage estimator needs.  requires: of its registry row.  estimator: its name with the
+    key that sets it, where it is a data source's own."""
+    vla, env, actor = config.actor_rollout_ref.model.vla, config.env.name, config.actor_rollout_ref.actor
+    estimator = estimator or f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
     if env is None and "episodes" in requires:
-        return [f"algorithm.adv_estimator={name} needs the episodes of simulators: set env.name"]
+        return [f"{estimator} needs the episodes of simulators: set env.name"]
     if env is not None and "episodes" not in requires:
         known = "set chunk_gae or chunk_grpo"
-        return [f"algorithm.adv_estimator={name}: a row of env.name={env} is one call of an episode, not a response; {known}"]
+        return [f"{estimator}: a row of env.name={env} is one call of an episode, not a response; {known}"]
     found = []
     if actor.value_loss_coef and (env is None or "values" not in requires):
         weight = f"actor_rollout_ref.actor.value_loss_coef={actor.value_loss_coef}"
         found.append(f"{weight} trains the policy's own values, which only chunk_gae with env.name reads; set it to 0")
     if env is not None and "values" in requires:
         if not vla.get("value_head"):
-            found.append(f"algorithm.adv_estimator={name} needs values: set actor_rollout_ref.model.vla.value_head=true")
+            found.append(f"{estimator} needs values: set actor_rollout_ref.model.vla.value_head=true")
         if not actor.value_loss_coef:
-            found.append(f"algorithm.adv_estimator={name} needs values: set actor_rollout_ref.actor.value_loss_coef above 0")
+            found.append(f"{estimator} needs values: set actor_rollout_ref.actor.value_loss_coef above 0")
         if config.algorithm.rollout_correction.bypass_mode:
-            found.append(f"algorithm.adv_estimator={name} needs algorithm.rollout_correction.bypass_mode=false")
+            found.append(f"{estimator} needs algorithm.rollout_correction.bypass_mode=false")
     return found

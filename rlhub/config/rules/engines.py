@@ -121,8 +121,8 @@ def problems(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
         pools.setdefault(pool, {})[engine.key] = engine.section
         by_fault.setdefault((pool, *check_section(engine.section, "", ranks)), check_section(engine.section, engine.key, ranks))
         role_model = engine.role_model
-        adapters = check_adapters(engine.section, role_model.model, role_model.model_key, role_model.strategy_key)
-        by_fault.setdefault((str(role_model.strategy), f"{role_model.model.lora_rank} adapters"), adapters)
+        adapters = check_adapters(role_model.model, role_model.model_key)
+        by_fault.setdefault((f"adapter {role_model.model.lora_adapter_path}",), adapters)
         by_fault.setdefault((f"actions {role_model.model.vla}",), problems_of(role_model.model))
     found = [problem for faults in by_fault.values() for problem in faults]
     return found + [problem for sections in pools.values() for problem in check_shared_processes(sections)]

@@ -113,16 +113,11 @@ def _divide(total: int, size: int) -> str:
     return f"{total} = {total // size} x {size} + {total % size}"
 
 
-def check_adapters(section: Section, model: ModelConfig, key: str, strategy_key: str) -> list[str]:
-    """Returns the problem of LoRA adapters on an engine without them; they exist in Hugging Face's layers only.
-
-    key: key of the model's section.
-    """
-    if model.lora_rank > 0 and isinstance(section, MegatronConfig):
-        return [
-            f"{key}.lora_rank={model.lora_rank}: the megatron engine trains all weights; set {strategy_key}=fsdp2, or lora_rank=0"
-        ]
-    return []
+def check_adapters(model: ModelConfig, key: str) -> list[str]:
+    """Returns the problem of an adapter to start from without a rank.  key: key of the model's section."""
+    if model.lora_rank > 0 or model.lora_adapter_path is None:
+        return []
+    return [f"{key}.lora_adapter_path={model.lora_adapter_path}, but {key}.lora_rank=0: set it to the adapter's rank"]
 
 
 def check_shared_processes(sections: Mapping[str, Section]) -> list[str]:

@@ -116,7 +116,7 @@ def unplaceable(trainer: TrainerConfig, usual: Container[str], own: Iterable[str
 def unneeded(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
     """Returns the problems of a critic and of a reference that are placed while nothing needs them.
 
-    requires: of the estimator's registry row.
+    requires: of the registry rows of all estimators.
     """
     missing = {
         "critic": "" if "values" in requires else f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic",

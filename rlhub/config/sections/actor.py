@@ -67,6 +67,8 @@ class ActorConfig:
     """Divisor of seq-mean-token-sum-norm; null: data.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus; above 0 keeps the policy exploring."""
+    calculate_entropy: bool = True
+    """Report actor/entropy in each update without a bonus too; false spares a pass over the logits."""
     grad_clip: PositiveOrInf = 1.0
     """Largest gradient norm of an optimizer step; inf: no limit."""
     use_kl_loss: bool = False
@@ -117,7 +119,7 @@ class RefConfig:
 
     def frozen_model(self, policy: ModelConfig) -> ModelConfig:
         """Returns the section `model` from which the reference's engine is built.  policy: the policy's."""
-        return replace(policy, path=self.model.path or policy.path, lora_rank=0)
+        return replace(policy, path=self.model.path or policy.path, lora_rank=0, lora_adapter_path=None)
 
     def section(self, actor: ActorConfig) -> Section:
         """Returns the section that the reference's engine reads; it is an engine of the actor's kind."""

@@ -53,5 +53,15 @@ class AlgorithmConfig:
     whiten_rewards: bool = False
     """Scale token-level rewards to a standard deviation of 1 over the batch and keep their mean; for PPO with a critic."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    group_filter: str | None = None
+    """Function of your own, path.py:function, that sees what the samples of a prompt scored and returns whether they may train.
+    As with filter_groups, further prompts take the place of those that may not (rlhub/data/README.md)."""
     adv_kwargs: dict[str, Any] = field(default_factory=dict)
     """Knobs of the chosen estimator, by its own names; the estimator's own class checks them."""
+
+    @property
+    def filtering(self) -> str | None:
+        """The setting by which some groups do not train; None where all do."""
+        if self.filter_groups.enable:
+            return "algorithm.filter_groups.enable=true"
+        return None if self.group_filter is None else f"algorithm.group_filter={self.group_filter}"

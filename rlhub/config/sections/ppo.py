@@ -39,6 +39,14 @@ class DataConfig:
     """Draw a new order in every epoch, from data.seed."""
     seed: Seed = 1
     """Seed of the order of the prompts."""
+    sampler: str = "uniform"
+    """Sampler of the prompts: uniform (each once an epoch), curriculum (by measured pass rate), mixture (of sources, by
+    data.sources.<name>.weight), or a subclass of rlhub.data.samplers.Sampler of your own as path.py:Class."""
+    sampler_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Knobs of the sampler; of curriculum: low, high, by, rate, revisit, retire_after (rlhub/data/README.md)."""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """Settings of the rows of one data_source: name -> {weight, reward, agent_name, adv_estimator, adv_kwargs, val_kwargs}, each
+    of which may be left out (rlhub/data/README.md)."""
     apply_chat_template_kwargs: dict[str, Any] | None = None
     """Extra arguments of the tokenizer's chat template, for example {enable_thinking: false}."""
 

@@ -35,7 +35,8 @@ class MultiTurnConfig:
     tool_config_path: str | None = None
     """YAML file that lists the tools by registered name or module:function, with their settings."""
     format: str = "hermes"
-    """Format of tool calls in the model's text: hermes (<tool_call> tags) or json (a bare JSON object)."""
+    """Format of tool calls in the model's text: hermes (<tool_call> tags), json (a bare JSON object), or vllm:<name> for a tool
+    parser of the installed vLLM."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,6 +71,11 @@ class AgentConfig:
     up. null: half of n, and at least 2 where n is. n: whole groups only; lower it where every sample is dear."""
     max_failed_batches: PositiveInt = 10
     """Stop the run, with the last error, after so many batches' worth of failed episodes in a row."""
+
+    @property
+    def has_frozen_roles(self) -> bool:
+        """Returns whether some conversations of the agents do not train, whose answers may then follow a JSON schema."""
+        return "frozen" in (self.kwargs.get("roles") or {}).values()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,15 +146,32 @@ class RolloutConfig:
     """Generate max_response_length tokens regardless of end-of-sequence; for benchmarks."""
     update_weights_bucket_mb: PositiveInt = 256
     """MiB of weights that are moved to the engine at a time; the extra memory is at most two such buckets."""
+    lora_sync: Literal["merged", "adapter"] = "merged"
+    """What the engine gets of a policy with LoRA adapters. merged: all weights, with the adapters added in; generation costs
+    what it does without adapters. adapter: the adapters alone; vllm and hf read the base from model.path once, so a version has
+    a hundredth of the bytes, and nothing is rounded into a bfloat16 weight, but vllm computes the adapters in every layer. Set
+    adapter where weights cross a network or a disk, or where merging in bfloat16 shows as mismatch."""
     recompute_kv_cache: bool = True
     """async: recompute the KV cache of running requests after a weight update; false keeps it, which is faster and less exact."""
+    weights: Literal["auto", "memory", "collective", "folder"] = "auto"
+    """async: source of the replicas' new weights: memory (this machine's, which all replicas map), collective (NCCL or gloo, from
+    every training rank to every replica), folder (weights_folder), or auto: memory where all are on one machine, else folder."""
     weights_folder: str | None = None
-    """async: folder through which weights are published; null: this machine's memory, or with several machines the run folder."""
+    """async: folder through which weights are published; null: with weights=folder, or several machines, below the run folder."""
+    weights_full_every: PositiveInt = 8
+    """async, weights=folder or collective: every so many versions are in full, and those between have only the values that
+    changed, where these are few. More saves bytes; fewer spares late readers. 1: all in full, and the ranks keep no copy."""
     trajectories_folder: str | None = None
     """async: train on the episodes that another job collects into this folder (a path or any fsspec URL); that job takes its
     weights from weights_folder. null: this job generates itself."""
     replica_restarts: NonNegativeInt = 3
     """async: number of times that a replica that died is started again before the run stops."""
+    min_replicas: PositiveInt | None = None
+    """async: smallest number of replicas of the rollout service, with which it starts. With this or max_replicas replicas are
+    added while requests queue and removed while they idle; null: 1 where max_replicas is set, else the number is fixed, as many
+    as the rollout's pool holds. Set it to what validation and slow steps need."""
+    max_replicas: PositiveInt | None = None
+    """async: largest number of replicas, of which the rollout's pool must hold all; null: as many as it holds."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)

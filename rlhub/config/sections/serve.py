@@ -38,7 +38,10 @@ class ServerConfig:
     request_s: PositiveFloat = 7200.0
     """Seconds for the answer to a request, its time in the queue and in pauses included; then the answer is 504."""
     tool_format: str = "hermes"
-    """Format of tool calls in the model's text: a registered name."""
+    """Format of tool calls in the model's text: a registered name, or vllm:<name> for a tool parser of vLLM's."""
+    reasoning_parser: str | None = None
+    """Name of vLLM's parser that takes the thoughts out of answers (qwen3, deepseek_r1, ...); they are returned beside the text.
+    null: thoughts are text."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature of requests that name none; 0 is greedy."""
     top_p: PositiveUnitFloat = 1.0

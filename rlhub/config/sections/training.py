@@ -16,7 +16,8 @@ class ModelConfig:
     path: str | None = None
     """Model folder or Hugging Face hub name. Required for the actor."""
     enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: less memory for about a third more compute. Set it to false for tiny models."""
+    """Recompute activations in the backward pass: less memory for up to a third more compute. Set it to false for tiny models.
+    recompute_granularity of fsdp_config or megatron says how much."""
     use_remove_padding: bool = True
     """Compute on packed rows without padding. Set it to false only if the model's attention cannot be packed."""
     lora_rank: NonNegativeInt = 0
@@ -25,6 +26,10 @@ class ModelConfig:
     """LoRA scale: the adapters' output is multiplied by lora_alpha / lora_rank."""
     target_modules: str | list[str] = "all-linear"
     """Modules that get adapters: all-linear, or a list of module names."""
+    lora_adapter_path: str | None = None
+    """Folder of an adapter in peft's format (adapter_config.json, adapter_model.safetensors) to start from, such as the folder
+    adapter of a checkpoint; null: new adapters. lora_rank, lora_alpha and target_modules must be its own. A reference that is
+    the policy with its adapters off stays the base model."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Set it only for models whose code you have read."""
     override_config: dict[str, Any] = field(default_factory=dict)
@@ -77,6 +82,12 @@ class FSDPConfig:
     ranks."""
     model_dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Dtype of the master weights. On GPUs the forward pass computes in bf16 with any of them; fp64 is for tests."""
+    recompute_granularity: Literal["auto", "none", "selective", "full"] = "auto"
+    """With enable_gradient_checkpointing, recompute whole blocks (full), all but products of matrices and attention (selective:
+    half of the memory for little time), or nothing. auto: the least that fits by the memory estimate before the start, on one
+    machine with GPUs; elsewhere full."""
+    use_torch_compile: bool | None = None
+    """Compile each block of the model and the arithmetic of its head, which takes a minute at the start. null: on GPUs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,6 +133,17 @@ SECTIONS: dict[str, type[FSDPConfig] | type[MegatronConfig]] = {
     "megatron": MegatronConfig,
 }
 """The section that each training engine reads; it does not read the role's other sections."""
+
+
+Recompute = Literal["none", "selective", "full"]
+"""The part of a block that its backward pass computes again."""
+
+
+def recompute_of(model: ModelConfig, section: Section) -> Recompute:
+    """Returns what an engine with these sections computes again; full where nothing has chosen for `auto`."""
+    if not model.enable_gradient_checkpointing:
+        return "none"
+    return "full" if section.recompute_granularity == "auto" else section.recompute_granularity
 
 
 def section_of(strategy: str | None, *sections: Section | None) -> Section:

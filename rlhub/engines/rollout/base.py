@@ -16,8 +16,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -32,14 +32,39 @@ WeightBucket = list[tuple[str, Tensor]]
 EngineDtype = Literal["auto", "bfloat16", "float16", "float32"]
 MIN_TEMPERATURE = 1e-6
 """The smallest temperature above 0: logits of up to 1e32 divided by it are still finite in float32."""
+MAX_TOP_LOG_PROBS = 20  # OpenAI's own bound, and vLLM's
+TopLogProbs = list[tuple[int, float]]
+"""The likeliest tokens in one place, in descending order: (token id, log-prob) each.  A token that could not be sampled is left
+out."""
 SEEDS = 1 << 63
 """The bound of seeds, which engines store as signed integers of 64 bits."""
 SHOWN_NAMES = 5  # an error lists this many names, and counts the others
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Shaping:
+    """Settings that change the distribution beyond temperature, top_p and top_k, so that log-probs are not the plain policy's.
+
+    Only vLLM has them.  min_tokens: no stop token is sampled before so many tokens.  logit_bias: (token id, what is added to its
+    logit).  schema: the completion is JSON of this JSON schema, which is JSON itself; "" for any text.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    schema: str = ""
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """The settings of sampling.  Temperature 0 is greedy; top_k -1 and top_p 1.0 are off."""
+    """The settings of sampling.  Temperature 0 is greedy; top_k -1 and top_p 1.0 are off.
+
+    top_log_probs: with each token come so many of the likeliest in its place.  prompt_log_probs: the prompt's tokens have
+    log-probs too, with as many of the likeliest.  Neither changes what is sampled; both are for single requests (`agenerate`).
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -48,6 +73,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids; the stopping token is part of the completion
     ignore_eos: bool = False
     log_probs: bool = True  # False leaves them out, as validation does, which does not read them
+    shaping: Shaping | None = None
+    top_log_probs: int = 0
+    prompt_log_probs: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +88,7 @@ class GenerationRequest:
         continues there: it uses the noise of token `start` on (vllm: other noise, but never that of tokens 0 to start - 1), may
         have `max_new_tokens - start` more tokens, and returns only those.
     images: (images, colours, height, width) uint8, for a vision-language-action policy; None for a language model.
+    pictures: the image files that a language model reads at the image tokens of the prompt, by `pack_files`.
     """
 
     prompt_ids: Sequence[int]
@@ -68,36 +97,67 @@ class GenerationRequest:
     session: str = ""
     start: int = 0
     images: Tensor | None = None
+    pictures: bytes = b""
 
 
 @dataclass(slots=True, kw_only=True)
-class Completion:
-    """The result of a request.
+class SampledTokens:
+    """Tokens that were sampled one after the other.
 
-    token_ids: the tokens, including the stopping token.
-    log_probs: one per token; empty if SamplingParams.log_probs is False.
-    finish_reason: "abort" means that `abort` ended the request, with the tokens so far.
-    versions: for each token, the version of the policy that sampled it.
-    value: the return that the policy itself predicts before the first token; None without a value head.
+    token_ids: including the stopping token.  log_probs: one per token; empty if SamplingParams.log_probs is False.
+    versions: for each token, the version of the policy that sampled it.  top_log_probs: the likeliest in each token's place, by
+    the distribution that it was sampled from; empty if SamplingParams.top_log_probs is 0.
+
+    prompt_log_probs: for each token of the prompt but the first, its log-prob and the likeliest in its place, by the plain model
+    at temperature 1; empty unless SamplingParams.prompt_log_probs is set.  They come with the first token.
     """
 
     token_ids: list[int]
     log_probs: list[float]
-    finish_reason: FinishReason
     versions: list[int] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    prompt_log_probs: list[tuple[float, TopLogProbs]] = field(default_factory=list)
+
+    def between(self, first: int, stop: int | None = None) -> Self:
+        """Returns the tokens from number `first` to before number `stop`; the prompt belongs to the first token."""
+        part = slice(first, stop)
+        return replace(
+            self,
+            token_ids=self.token_ids[part],
+            log_probs=self.log_probs[part],
+            versions=self.versions[part],
+            top_log_probs=self.top_log_probs[part],
+            prompt_log_probs=[] if first else self.prompt_log_probs,
+        )
+
+    def extend(self, more: SampledTokens) -> None:
+        """Appends the tokens that follow."""
+        self.token_ids += more.token_ids
+        self.log_probs += more.log_probs
+        self.versions += more.versions
+        self.top_log_probs += more.top_log_probs
+        self.prompt_log_probs = self.prompt_log_probs or more.prompt_log_probs
+
+
+@dataclass(slots=True, kw_only=True)
+class Completion(SampledTokens):
+    """The result of a request.
+
+    finish_reason: "abort" means that `abort` ended the request, with the tokens so far.
+    value: the return that the policy itself predicts before the first token; None without a value head.
+    """
+
+    finish_reason: FinishReason
     value: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
-    """The next tokens of a completion that is being sampled, with the fields of Completion.
+class Progress(SampledTokens):
+    """The next tokens of a completion that is being sampled.
 
     finish_reason: the completion's reason, with its last tokens; None while more may come.
     """
 
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]
     finish_reason: FinishReason | None = None
 
 
@@ -198,6 +258,19 @@ class RolloutEngine(ABC):
         """Yields the engine's live parameters as VIEWS under Hugging Face names: fused parameters are taken apart, a
         tensor-parallel rank yields its own slices, and a tied weight is yielded once."""
 
+    def standby_weights(self) -> Iterator[Piece] | None:
+        """Returns views of a second set of weights, laid out as `live_weights`, which the caller may write while the engine
+        generates; None from an engine that has none, or no memory for it.
+
+        Allocated on the first call, and kept.
+        """
+        return None
+
+    def exchange(self) -> None:
+        """Makes the standby weights the live ones: in exchange for the live memory, or, in an engine that must keep that, by a
+        copy.  The caller is inside `overwriting`."""
+        raise EngineError("the weights of this engine cannot be exchanged")
+
     @abstractmethod
     def weight_dtype(self, name: str) -> torch.dtype:
         """Returns the dtype in which the engine stores the weight of this Hugging Face name."""
@@ -285,26 +358,41 @@ def check_requests(
     *,
     max_model_len: int,
     vocab_size: int | None = None,
-    reads_images: bool = False,
+    reads: Collection[str] = (),
+    shapes: bool = False,
+    ranks: bool = False,
 ) -> None:
     """Raises RequestError for an empty prompt, one that leaves no space for a token, ids outside the vocabulary, a seed that
     is no integer of 64 bits, or impossible sampling parameters.
 
     vocab_size: the number of rows of the model's embedding; None if a server of another job checks the ids.
-    reads_images: True for a vision-language-action policy; every other engine refuses images.
+    reads: "images" for a policy of actions, "pictures" for a language model that reads some; every other engine refuses them.
+    shapes: True for an engine that has the settings of Shaping.
+    ranks: True where the engine returns `top_log_probs` and `prompt_log_probs`.
     """
     _check_sampling(params)
+    _check_ranks(params, ranks=ranks)
+    _check_shaping(params.shaping, vocab_size, shapes=shapes)
     check_ids(params.stop_token_ids, "stop_token_ids", "a stop token", vocab_size)
     for index, request in enumerate(requests):
         _check_length(index, request, params, max_model_len)
-        if request.images is not None and not reads_images:
-            raise RequestError(
-                f"request {index} has images, which this engine's model does not read; only rollout.name=hf with model.vla does",
-                param="images",
-            )
+        _check_read(index, request, reads)
         check_ids(request.prompt_ids, "prompt", f"the prompt of request {index}", vocab_size)
         if not -SEEDS <= request.seed < SEEDS:
             raise RequestError(f"request {index} has seed {request.seed}; it must be an integer of 64 bits", param="seed")
+
+
+def _check_read(index: int, request: GenerationRequest, reads: Collection[str]) -> None:
+    if request.images is not None and "images" not in reads:
+        raise RequestError(
+            f"request {index} has images, which this engine's model does not read; only rollout.name=hf with model.vla does",
+            param="images",
+        )
+    if request.pictures and "pictures" not in reads:
+        raise RequestError(
+            f"request {index} has pictures, which this engine's model does not read; rollout.name=hf with such a model does",
+            param="pictures",
+        )
 
 
 def _check_sampling(params: SamplingParams) -> None:
@@ -322,6 +410,27 @@ def _check_sampling(params: SamplingParams) -> None:
             "(-1 is off, else >= 1)",
             param="top_p" if not 0 < params.top_p <= 1 else "top_k",
         )
+
+
+def _check_ranks(params: SamplingParams, *, ranks: bool) -> None:
+    if not 0 <= params.top_log_probs <= MAX_TOP_LOG_PROBS:
+        told = f"top_logprobs is {params.top_log_probs}; it must be from 0 to {MAX_TOP_LOG_PROBS}"
+        raise RequestError(told, param="top_logprobs")
+    if (params.top_log_probs or params.prompt_log_probs) and not ranks:
+        name = "top_logprobs" if params.top_log_probs else "echo"
+        told = "this engine returns log-probs of the sampled tokens alone; single requests to rollout.name=vllm or hf have others"
+        raise RequestError(f"{name}: {told}", param=name)
+
+
+def _check_shaping(shaping: Shaping | None, vocab_size: int | None, *, shapes: bool) -> None:
+    if shaping is None:
+        return
+    if not shapes:
+        name = next(field.name for field in fields(Shaping) if getattr(shaping, field.name) != field.default)
+        raise RequestError(
+            f"{name}: this engine samples by temperature, top_p and top_k alone; rollout.name=vllm has it", param=name
+        )
+    check_ids([token for token, _ in shaping.logit_bias], "logit_bias", "logit_bias", vocab_size)
 
 
 def _check_length(index: int, request: GenerationRequest, params: SamplingParams, max_model_len: int) -> None:

@@ -24,6 +24,7 @@ from rlhub.engines.rollout.base import (
     Progress,
     RolloutEngine,
     SamplingParams,
+    TopLogProbs,
     check_requests,
 )
 from rlhub.engines.rollout.registry import RolloutSetup
@@ -33,12 +34,14 @@ from rlhub.utils import faults
 
 class TokenEvent(NamedTuple):
     """One sampled token of the request `key`.  finish: None if more tokens follow.  A log-prob that was not asked for may be
-    0."""
+    0.  top, prompt: as in SampledTokens, where the request asks for them."""
 
     key: int
     token: int
     log_prob: float
     finish: FinishReason | None
+    top: TopLogProbs | None = None
+    prompt: list[tuple[float, TopLogProbs]] | None = None
 
 
 class Stepper(Protocol):
@@ -68,17 +71,21 @@ class _Live:
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
     follow: Follow | None = None
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    written: Completion = field(default_factory=lambda: Completion(token_ids=[], log_probs=[], finish_reason="abort"))
 
-    def completion(self, reason: FinishReason) -> Completion:
-        log_probs = self.log_probs if self.params.log_probs else []
-        return Completion(token_ids=self.tokens, log_probs=log_probs, finish_reason=reason, versions=self.versions)
-
-    def progress(self, event: TokenEvent, version: int) -> Progress:
-        log_probs = [event.log_prob] if self.params.log_probs else []
-        return Progress(token_ids=[event.token], log_probs=log_probs, versions=[version], finish_reason=event.finish)
+    def add(self, event: TokenEvent, version: int) -> Progress:
+        """Appends a token; returns it alone."""
+        progress = Progress(
+            token_ids=[event.token],
+            log_probs=[event.log_prob] if self.params.log_probs else [],
+            versions=[version],
+            top_log_probs=[] if event.top is None else [event.top],
+            prompt_log_probs=event.prompt or [],
+            finish_reason=event.finish,
+        )
+        self.written.extend(progress)
+        self.written.finish_reason = event.finish or "abort"
+        return progress
 
 
 Answer = tuple[_Live, Completion | Progress | BaseException]
@@ -192,7 +199,7 @@ class EngineLoop:
                 del self._live[live.key]
                 self._removed.add(live.key)
             self._changed.notify_all()
-        _deliver([(live, live.completion("abort")) for live in chosen])
+        _deliver([(live, live.written) for live in chosen])
 
     @contextmanager
     def exclusive(self, purpose: str, *, among_requests: bool = False) -> Iterator[None]:
@@ -304,18 +311,15 @@ class EngineLoop:
     def _record(self, events: Sequence[TokenEvent], version: int) -> list[Answer]:
         answers: list[Answer] = []
         for event in events:
-            key, token, log_prob, reason = event
-            live = self._live.get(key)
+            live = self._live.get(event.key)
             if live is None:  # left during the step
                 continue
-            live.tokens.append(token)
-            live.log_probs.append(log_prob)
-            live.versions.append(version)
+            progress = live.add(event, version)
             if live.follow is not None:
-                answers.append((live, live.progress(event, version)))
-            if reason is not None:
-                del self._live[key]
-                answers.append((live, live.completion(reason)))
+                answers.append((live, progress))
+            if event.finish is not None:
+                del self._live[event.key]
+                answers.append((live, live.written))
         return answers
 
     def _take_all(self, error: BaseException) -> list[Answer]:
@@ -380,7 +384,7 @@ class SteppedEngine(RolloutEngine):
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         if not self._loop.paused:  # during a pause the request waits for new weights
             self._refuse_unready("generate")
-        self._check([request], params)
+        self._check([request], params, ranks=self._ranks)
         return await self._loop.generate(request, params, follow)
 
     @property
@@ -409,17 +413,29 @@ class SteppedEngine(RolloutEngine):
             )
 
     @property
-    def _reads_images(self) -> bool:
-        """Returns whether requests have images."""
+    def _reads(self) -> frozenset[str]:
+        """Returns which of "images" and "pictures" requests may have."""
+        return frozenset()
+
+    @property
+    def _shapes(self) -> bool:
+        """Returns whether the engine has the settings of Shaping."""
         return False
 
-    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
+    @property
+    def _ranks(self) -> bool:
+        """Returns whether the engine's stepper returns `top_log_probs` and `prompt_log_probs`."""
+        return False
+
+    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams, *, ranks: bool = False) -> None:
         check_requests(
             requests,
             params,
             max_model_len=self._setup.max_model_len,
             vocab_size=self.vocab_size,
-            reads_images=self._reads_images,
+            reads=self._reads,
+            shapes=self._shapes,
+            ranks=ranks,
         )
 
     def _generating(self) -> AbstractContextManager[None]:

@@ -52,6 +52,7 @@ class FakeEngine(SteppedEngine):
         super().__init__(setup)
         self._script = script
         self._weights: dict[str, Tensor] = {}
+        self._standby: dict[str, Tensor] = {}
         self._ready = setup.load_checkpoint
         self._step_s = step_s
         self._vocab_size = vocab_size
@@ -112,6 +113,13 @@ class FakeEngine(SteppedEngine):
     def live_weights(self) -> Iterator[Piece]:
         for name, tensor in self._weights.items():
             yield whole_piece(name, tensor)
+
+    def standby_weights(self) -> Iterator[Piece]:
+        self._standby = self._standby or {name: torch.empty_like(tensor) for name, tensor in self._weights.items()}
+        return (whole_piece(name, tensor) for name, tensor in self._standby.items())
+
+    def exchange(self) -> None:
+        self._weights, self._standby = self._standby, self._weights
 
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weights[name].dtype

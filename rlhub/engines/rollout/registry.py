@@ -32,6 +32,7 @@ class RolloutSetup:
     max_prompt_length, max_response_length: limits in tokens.
     dp_rank, tp_rank: the number of this rank's replica of the engine, and the rank's place inside the replica.
     load_checkpoint: True reads the model's weights from disk; False leaves them undefined until the first update.
+    structured: requests may have a JSON schema, for which the engine reads the model's tokenizer.
     """
 
     config: RolloutConfig
@@ -43,6 +44,17 @@ class RolloutSetup:
     dp_rank: int = 0
     tp_rank: int = 0
     load_checkpoint: bool = False
+    structured: bool = False
+
+    @property
+    def adapters(self) -> bool:
+        """Returns whether updates bring LoRA adapters alone: the engine then always reads the base from the model's files."""
+        return self.config.lora_sync == "adapter" and self.model.lora_rank > 0
+
+    @property
+    def reads_files(self) -> bool:
+        """Returns whether the engine reads weights from the model's files."""
+        return self.load_checkpoint or self.adapters
 
     @property
     def max_model_len(self) -> int:
@@ -179,8 +191,9 @@ def expert_problems(values: Mapping[str, Any], *, where: str) -> list[str]:
     """
     if values.get("vision_config"):
         return [
-            f"{where}: the model reads images; vLLM samples no action tokens at their places in one pass, has no head for a "
-            f"policy's values, and fuses vision weights, which no check after a sync could read; set {where.partition('=')[0]}=hf"
+            f"{where}: the model reads images. vLLM's models of pictures import torchvision, which is not in this environment's "
+            "constraints, and fuse vision weights, which no check after a sync could read; for a policy of actions it also lacks "
+            f"sampling at given places and the value head; set {where.partition('=')[0]}=hf"
         ]
     count = next((int(values[name]) for name in NUM_EXPERTS if values.get(name)), 1)
     if count == 1:

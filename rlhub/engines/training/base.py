@@ -51,6 +51,8 @@ class LossOutput:
     sums: dict[str, Tensor] = field(default_factory=dict)
 
 
+ADAPTER_BUCKET_BYTES = 64 << 20
+"""The bucket size of adapters, which are small: a bucket gathers those of many layers at once."""
 LossFunction = Callable[[ForwardOutputs, Rows], LossOutput]
 
 
@@ -102,6 +104,7 @@ class TrainEngine(ABC):
     is_collect: True on the one rank of each shard whose outputs are returned for it; all ranks of the shard compute the same
         outputs.
     token_counts: of the last passes; None for an engine whose rows share no prefixes.
+    publishes_adapters: True gives a rollout engine the LoRA adapters alone; set before the first update.
     """
 
     dp_rank: int
@@ -109,6 +112,7 @@ class TrainEngine(ABC):
     is_collect: bool
     device: torch.device
     token_counts: TokenCounts | None = None
+    publishes_adapters: bool = False
 
     @abstractmethod
     def initialize(self) -> None:
@@ -165,8 +169,13 @@ class TrainEngine(ABC):
         buckets or the largest tensor.
         """
 
+    def published_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
+        """Streams, as `named_weights` does, what a rollout engine gets: the full weights, or with `publishes_adapters` each A
+        and each B of the adapters, under the names in peft's files.  B is multiplied by the scale alpha / rank."""
+        return self.named_weights(bucket_bytes=bucket_bytes)
+
     def local_weights(self) -> Iterator[Piece] | None:
-        """Yields this rank's live pieces of the weights that `named_weights` streams, without padding; not collective.
+        """Yields this rank's live pieces of the weights that `published_weights` streams, without padding; not collective.
 
         Weights that the backend fuses are taken apart.  Together the ranks have every element, and several ranks may have the
         same one.  Returns None where the weights exist only as a stream, because adapters must be merged.

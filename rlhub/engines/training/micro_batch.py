@@ -15,6 +15,8 @@ from torch import Tensor
 
 from rlhub.engines.training.base import Rows
 from rlhub.errors import EngineError
+from rlhub.models.device_copies import to_device
+from rlhub.protocol import columns
 from rlhub.utils.balance import partition
 
 
@@ -122,12 +124,19 @@ def even_cut(bins: list[list[int]], lengths: Sequence[int], config: MicroBatchCo
 def take_rows(rows: Rows, indices: list[int], fillers: int = 1) -> dict[str, Tensor]:
     """Returns the rows of one pass, on their device; without indices, `fillers` rows of zeros, which are masked everywhere."""
     if not indices:
-        return {name: column.new_zeros((fillers, *column.shape[1:])) for name, column in rows.items()}
+        return {name: _empty(column, fillers) for name, column in rows.items()}
     count = next(iter(rows.values())).shape[0]
     if indices == list(range(count)):
         return dict(rows.items())
     index = torch.tensor(indices)
-    return {name: column[index.to(column.device)] for name, column in rows.items()}
+    return {name: columns.take_rows(column, index) for name, column in rows.items()}
+
+
+def _empty(column: Tensor, count: int) -> Tensor:
+    """Returns so many rows of zeros, without elements in a jagged column."""
+    if column.is_nested:
+        return columns.jagged(column.values()[:0], torch.zeros(count, dtype=torch.int64))
+    return column.new_zeros((count, *column.shape[1:]))
 
 
 def trim(rows: Rows) -> dict[str, Tensor]:
@@ -143,7 +152,7 @@ def trim(rows: Rows) -> dict[str, Tensor]:
     left, right = min(first, max(prompt - 1, 0)), max(last, prompt) + 1
 
     def cut(column: Tensor) -> Tensor:
-        if column.dim() not in (2, 3) or column.shape[1] not in (longest, width):
+        if column.is_nested or column.dim() not in (2, 3) or column.shape[1] not in (longest, width):
             return column
         return column[:, left:right] if column.shape[1] == longest else column[:, : right - prompt]
 
@@ -166,5 +175,5 @@ def put_rows(target: Tensor, indices: list[int], values: Tensor) -> None:
 
 
 def on_device(rows: Rows, device: torch.device) -> dict[str, Tensor]:
-    """Returns the same rows on the device, without waiting for the copies."""
-    return {name: column.to(device, non_blocking=True) for name, column in rows.items()}
+    """Returns the same rows on the device, without waiting for the copies; jagged columns, which no loss reads, stay."""
+    return {name: column if column.is_nested else to_device(column, device) for name, column in rows.items()}

@@ -23,6 +23,7 @@ from torch import Tensor
 from rlhub.config.sections.training import OptimConfig
 from rlhub.engines.training.base import StepReport
 from rlhub.errors import ConfigError
+from rlhub.models.device_copies import CopyQueue, pinned
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The names of AdamW's state tensors, in torch and in checkpoints."""
@@ -34,7 +35,10 @@ class EngineOptimizer(ABC):
 
     num_steps: the steps taken.
     num_skipped: the steps skipped.  The sum of both is the schedule's position.
+    hosted: the state that is in host memory between steps.
     """
+
+    hosted: HostTensors
 
     def __init__(self, config: OptimConfig) -> None:
         check_schedule(config)
@@ -107,30 +111,41 @@ def learning_rate(config: OptimConfig, step: int) -> float:
 
 
 class HostTensors:
-    """Keeps tensors in host memory and brings them to a device for the time of a context.
+    """Keeps tensors in pinned host memory and brings them to a device for the time of a context.
 
     They stay the same objects, so an optimizer or a checkpoint that refers to them reads and writes them wherever their memory
-    is.
+    is.  They come back on a stream of their own, while the device computes what follows: who reads them on the host waits first.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
+        self._queue: CopyQueue | None = None
         for tensor in self._tensors:
-            tensor.data = tensor.data.to(HOST)
+            tensor.data = pinned(tensor.data)
 
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[None]:
         """Moves the tensors to the device inside the context, and back on exit with the values that were written there."""
+        if not self._tensors:
+            yield
+            return
+        self._queue = self._queue or CopyQueue(device)
         host_data = [tensor.data for tensor in self._tensors]
         try:
-            for tensor, on_host in zip(self._tensors, host_data, strict=True):
-                tensor.data = to_device(on_host, device)
+            for tensor, on_device in zip(self._tensors, self._queue.fetch(host_data), strict=True):
+                tensor.data = on_device
             yield
         finally:
-            for tensor, on_host in zip(self._tensors, host_data, strict=True):
-                if tensor.data_ptr() != on_host.data_ptr():
-                    on_host.copy_(tensor.data)
-                    tensor.data = on_host
+            pairs = zip(self._tensors, host_data, strict=True)
+            moved = [(tensor, on_host) for tensor, on_host in pairs if tensor.data_ptr() != on_host.data_ptr()]
+            self._queue.store([(on_host, tensor.data) for tensor, on_host in moved])
+            for tensor, on_host in moved:
+                tensor.data = on_host
+
+    def wait(self) -> None:
+        """Waits until the values that were written on the device are in host memory."""
+        if self._queue is not None:
+            self._queue.wait()
 
 
 @dataclass(slots=True)
@@ -169,11 +184,6 @@ class _EmptiedStorage:
     storage: torch.UntypedStorage
     num_bytes: int
     content: Tensor | None
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor with the same values on the device, or the tensor itself if it is there."""
-    return tensor.to(device)
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

@@ -17,17 +17,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rlhub.config.sections.vla import FLOW, VLAConfig
 from rlhub.engines.training.base import Rows
 from rlhub.engines.training.prefixes import Forest, plan_forest, sort_rows
 from rlhub.errors import EngineError
+from rlhub.models.device_copies import to_device
 from rlhub.models.packed_attention import AttentionPlan, plan_attention
 from rlhub.models.prefix_attention import PrefixPlan
 from rlhub.models.shape import ModelKind
+from rlhub.models.vision import ImageInputs, ImageReader
 from rlhub.models.vla.flow import FLOW_COLUMNS, FlowInputs, flow_inputs
 from rlhub.models.vla.policy import PIXEL_VALUES, PlacedTokens, place_tokens
+from rlhub.protocol.sequences import IMAGES, images_of
 
+CPU = torch.device("cpu")
 OUTPUTS: dict[ModelKind, frozenset[str]] = {
     "policy": frozenset({"log_probs", "entropy", "sum_pi_squared"}),
     "value": frozenset({"values"}),
@@ -47,6 +52,7 @@ class ModelInputs:
     slots: (S,) indices of the numbers into the flattened `shape`.
     copies: (slots,) the number of each slot, where rows with a common prefix share numbers and there are more slots than numbers.
     plan: the places of the rows in a packed batch, for attention; None when padded.
+    pictures: those in the prompts of a language model's rows, which are padded then.
     placed, flow, images: of a vision-language-action policy, which reads these and no packed tokens.
     """
 
@@ -61,6 +67,7 @@ class ModelInputs:
     placed: PlacedTokens | None = None
     flow: FlowInputs | None = None
     images: Tensor | None = None
+    pictures: ImageInputs | None = None
     copies: Tensor | None = None
 
     def spread(self, values: Tensor) -> Tensor:
@@ -93,6 +100,17 @@ def model_inputs(rows: Rows, *, pack: bool, device: torch.device, share_prefixes
     if share_prefixes:
         return _shared(inputs, plan_forest(sort_rows(input_ids, needed), device), device)
     return _finished(inputs, needed.sum(1), pack=pack, device=device)
+
+
+def picture_inputs(rows: Rows, reader: ImageReader, model: PreTrainedModel, *, device: torch.device) -> ModelInputs:
+    """Plans one micro-batch of rows with pictures in their prompts, padded: the column IMAGES, which may be missing."""
+    inputs = model_inputs(rows, pack=False, device=CPU)
+    read = needed_tokens(rows)[1].any(1).tolist()
+    given = images_of(rows[IMAGES]) if IMAGES in rows else [b""] * len(read)
+    files = [file for file, is_read in zip(given, read, strict=True) if is_read] or [b""]
+    assert inputs.attention_mask is not None, "rows are padded"
+    inputs.pictures = reader.plan(model, inputs.input_ids, inputs.attention_mask, files).to(device)
+    return _to(inputs, device)
 
 
 def needed_tokens(rows: Rows) -> tuple[Tensor, Tensor]:
@@ -148,7 +166,7 @@ def action_inputs(rows: Rows, vla: VLAConfig, *, device: torch.device) -> ModelI
         attention_mask=None,
         plan=None,
         placed=placed.to(device),
-        images=rows[PIXEL_VALUES].to(device, non_blocking=True),
+        images=to_device(rows[PIXEL_VALUES], device),
     )
     return _to(inputs, device)
 
@@ -168,7 +186,7 @@ def action_flow_inputs(rows: Rows, vla: VLAConfig, *, device: torch.device) -> M
         attention_mask=None,
         plan=None,
         flow=flow.to(device),
-        images=rows[PIXEL_VALUES].to(device, non_blocking=True),
+        images=to_device(rows[PIXEL_VALUES], device),
     )
     return _to(inputs, device)
 
@@ -241,7 +259,7 @@ def _to(inputs: ModelInputs, device: torch.device) -> ModelInputs:
     for name in ("input_ids", "position_ids", "sources", "targets", "slots", "copies", "attention_mask"):
         value = getattr(inputs, name)
         if value is not None:
-            setattr(inputs, name, value.to(device, non_blocking=True))
+            setattr(inputs, name, to_device(value, device))
     return inputs
 
 

@@ -44,6 +44,7 @@ from rlhub.config.sections.preference import DPOLossConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 from rlhub.errors import ConfigError
+from rlhub.protocol.columns import take_rows
 from rlhub.registry import knobs_for
 
 PAIR = 2  # rows of a preference pair
@@ -97,7 +98,7 @@ class PolicyUpdater:
             num_mini_batches=num_mini_batches,
             epochs=self.config.ppo_epochs,
             scale=self.scale,
-            outputs=("log_probs", "entropy", *(("values",) if self.config.value_loss_coef else ())),
+            outputs=self._outputs,
             units=self.units,
         )
         steps = []
@@ -109,6 +110,12 @@ class PolicyUpdater:
         if self.correction.behaviour(rows) is not None:
             metrics |= extremes.metrics(self.engine)
         return metrics
+
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        """Returns the outputs that the loss and the metrics read."""
+        entropy = self.config.calculate_entropy or self.config.entropy_coeff != 0
+        return ("log_probs", *(("entropy",) if entropy else ()), *(("values",) if self.config.value_loss_coef else ()))
 
     def _moved_far(self, step: StepSums) -> bool:
         """Returns whether the policy is further from the old one than the setting allows.  Raises ConfigError for a loss that
@@ -123,7 +130,7 @@ class PolicyUpdater:
 
     def _loss(self, extremes: Extremes, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
         outputs, micro = self._of_units(outputs, micro)
-        assert outputs.log_probs is not None and outputs.entropy is not None
+        assert outputs.log_probs is not None
         mask, mode = micro["response_mask"], self.config.loss_agg_mode
         anchor = self.correction.anchor(outputs.log_probs, micro)
         policy = self.loss(
@@ -139,10 +146,11 @@ class PolicyUpdater:
             self.knobs,
         )
         loss = aggregate(policy.loss, mask, mode, denominators)
-        sums = {"pg_loss": loss.detach(), "entropy": masked_sum(outputs.entropy.detach(), mask)}
-        sums |= policy.sums | anchor.sums
-        if self.config.entropy_coeff:
-            loss = loss - self.config.entropy_coeff * aggregate(outputs.entropy, mask, mode, denominators)
+        sums = {"pg_loss": loss.detach(), **policy.sums, **anchor.sums}
+        if outputs.entropy is not None:
+            sums["entropy"] = masked_sum(outputs.entropy.detach(), mask)
+            if self.config.entropy_coeff:
+                loss = loss - self.config.entropy_coeff * aggregate(outputs.entropy, mask, mode, denominators)
         if self.kl is not None:
             # Mask the inputs and not the result: the gradient of a masked value that is not finite would be 0 * NaN.
             kl = self.kl(masked(outputs.log_probs, mask), masked(micro["ref_log_prob"], mask))
@@ -351,7 +359,7 @@ def mini_batches(rows: Rows, num_mini_batches: int, epochs: int) -> Iterator[dic
 
 def select_rows(rows: Rows, keep: Tensor) -> dict[str, Tensor]:
     """Returns copies of the rows at the given indices."""
-    return {name: column[keep] for name, column in rows.items()}
+    return {name: take_rows(column, keep) for name, column in rows.items()}
 
 
 def count_denominators(engine: TrainEngine, response_mask: Tensor, scale: float) -> Denominators:

@@ -4,5 +4,6 @@ checks              the problems of a model and a layout, by its config.json alo
 compat              Megatron-core on machines without CUDA
 transformer_config  Megatron-core's TransformerConfig for a Hugging Face model
 model               a rank's piece of the model: layers, packed attention, context parallelism
+lora                low-rank adapters in its layers
 build               building a model, reading its weights, and its parameters as parts of Hugging Face tensors
 """

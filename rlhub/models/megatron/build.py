@@ -32,7 +32,9 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from rlhub.config.sections.training import MegatronConfig, ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import SCALAR_HEAD, ModelKind, check_weights, load_config
+from rlhub.models.lora import ADAPTER
 from rlhub.models.megatron.checks import megatron_problems, num_virtual_stages
+from rlhub.models.megatron.lora import LowRank, add_lora
 from rlhub.models.megatron.model import BuiltMegatron, MegatronLM
 from rlhub.models.megatron.transformer_config import make_transformer_config
 from rlhub.models.required_weights import refuse_nonfinite
@@ -98,6 +100,8 @@ def build_megatron(plan: MegatronPlan, *, load: bool = True) -> BuiltMegatron:
     if load:
         check_weights(plan.model, plan.kind)
         load_weights(built, plan.model, plan.seed)
+    if plan.model.lora_rank > 0:
+        add_lora(built, plan.model, plan.kind, seed=plan.seed, trainable=plan.trainable)
     return built
 
 
@@ -107,7 +111,7 @@ def load_megatron_config(model: ModelConfig, kind: ModelKind, megatron: Megatron
     if kind == "reward" and (problem := reward_problem(str(model.path), config.architectures or [], config.num_labels)):
         raise ConfigError(problem)
     world = torch.distributed.get_world_size()
-    if problems := megatron_problems(config.to_dict(), megatron, world, lora_rank=model.lora_rank):
+    if problems := megatron_problems(config.to_dict(), megatron, world):
         raise ConfigError(problems)
     return config
 
@@ -317,6 +321,8 @@ class _PartsOfChunk:
 
     def _layer(self, name: str, place: list[str], param: nn.Parameter, key: str) -> list[TensorPart]:
         match place:
+            case [_, _, "adapters", _]:
+                return _adapter(self.chunk.decoder.get_submodule(key.removeprefix("decoder.").rpartition(".")[0]), key, param)
             case ["mlp", "experts", "local_experts", index, matrix]:
                 experts = parallel_state.get_expert_model_parallel_rank() * self._experts_a_rank()
                 name = f"{name}mlp.experts.{experts + int(index)}"
@@ -382,6 +388,17 @@ class _PartsOfChunk:
                 row += size
         assert row == param.shape[0], (name, row, tuple(param.shape))
         return found
+
+
+def _adapter(part: nn.Module, key: str, param: nn.Parameter) -> list[TensorPart]:
+    """Returns the one part of A or B of a layer's adapter, under its name in a checkpoint."""
+    assert isinstance(part, LowRank)
+    side, (rows, columns) = key.rpartition(".")[2], part.shape
+    name = f"{part.weight_name.removesuffix('.weight')}.{side}.{ADAPTER}.weight"
+    first = (0, part.first_column) if side == "lora_A" else (part.first_row, 0)
+    shape = (param.shape[0], columns) if side == "lora_A" else (rows, param.shape[1])
+    region = tuple((start, start + size) for start, size in zip(first, param.shape, strict=True))
+    return [TensorPart(local=whole(param.shape), name=name, shape=shape, region=region)]
 
 
 def _all(name: str, param: nn.Parameter) -> list[TensorPart]:

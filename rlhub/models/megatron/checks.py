@@ -57,7 +57,7 @@ def num_experts(values: Mapping[str, Any]) -> int:
 
 
 def megatron_problems(
-    values: Mapping[str, Any], megatron: MegatronConfig, world_size: int, *, lora_rank: int = 0, where: str = "megatron"
+    values: Mapping[str, Any], megatron: MegatronConfig, world_size: int, *, where: str = "megatron"
 ) -> list[str]:
     """Returns sentences on all problems; an empty list means that the model can be built.
 
@@ -79,8 +79,6 @@ def megatron_problems(
         for name in megatron.override_transformer_config
         if name in DERIVED
     ]
-    if lora_rank > 0:
-        found.append(f"model.lora_rank={lora_rank}: megatron trains all weights; set model.lora_rank=0 or strategy=fsdp2")
     return [f"{where}: {text}" for text in found]
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhub.config.sections.vla import VLAConfig
 from rlhub.errors import ConfigError, DataError
+from rlhub.models.device_copies import to_device
 from rlhub.models.vla.policy import PIXEL_VALUES, normalised
 
 FLOW_COLUMNS = ("actions", "noise", "times", "robot_state")
@@ -39,7 +40,7 @@ class FlowInputs:
 
     def to(self, device: torch.device) -> FlowInputs:
         """Returns the same on the device, without waiting for the copies."""
-        return FlowInputs(**{name: getattr(self, name).to(device, non_blocking=True) for name in self.__slots__})
+        return FlowInputs(**{name: to_device(getattr(self, name), device) for name in self.__slots__})
 
 
 def check_flow(config: PreTrainedConfig, vla: VLAConfig) -> None:

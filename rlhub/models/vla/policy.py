@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhub.config.sections.vla import VLAConfig
 from rlhub.errors import ConfigError, EngineError
+from rlhub.models.device_copies import to_device
 from rlhub.models.weight_files import stored_tensors
 
 PIXEL_VALUES = "pixel_values"
@@ -102,7 +103,7 @@ class PlacedTokens:
     def to(self, device: torch.device) -> PlacedTokens:
         """Returns the same on the device, without waiting for the copies."""
         names = ("input_ids", "position_ids", "attention_mask", "sources")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        moved = {name: to_device(getattr(self, name), device) for name in names}
         return PlacedTokens(**moved, is_filler=self.is_filler)
 
 

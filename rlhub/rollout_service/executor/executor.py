@@ -322,8 +322,8 @@ class WorkflowExecutor:
 
     def _submit(self, work: GroupInWork, data: EpisodeData) -> None:
         self._episodes[data.session] = (work, data.sample)
-        deadline = self.options.episode_timeout_s
         workflow = work.workflows[data.sample]
+        deadline = None if workflow.keeps_time else self.options.episode_timeout_s
         self.runner.submit(episode, workflow, work.engines[data.sample], data, task_id=data.session, deadline=deadline)
 
     def _on_result(self, result: TaskResult) -> None:

@@ -9,6 +9,8 @@
 Where samples come from; each is a SampleSource (step.py):
   sync_source.py        whole batches in turns with training
   dynamic_sampling.py   the buffer of groups whose samples differ in reward
+  group_filter.py       the user's own filter of groups
+  feedback.py           what samples score, on its way to the sampler of the prompts
   stream_source.py      episodes that run all the time: one step ahead, or fully asynchronous
   embodied.py           scenes and episodes of simulators for sync_source.py, and validation on fixed scenes
   episode_stream.py     such episodes while the policy trains on those before
@@ -23,6 +25,7 @@ What a stream of episodes needs:
   build_stream.py       the service, executor and workflows of a run
   episodes.py           which workflow runs a prompt's episodes, with what sampling, and validation by episodes
   episode_scoring.py    scores of finished episodes while others still run
+  timelines.py          when single episodes waited, generated, ran their own code and were scored
   publication.py        weights on their way to the replicas while generation goes on
 
 Validation:

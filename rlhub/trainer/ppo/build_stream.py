@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from rlhub.agents.openai_server.replicas import PATH as ADMIN_PATH
+from rlhub.agents.openai_server.replicas import AdminEndpoint
 from rlhub.agents.remote.environment_actors import EnvironmentActorOptions, EnvironmentActors, environment_actor_starter
 from rlhub.agents.remote.episode_actor import EpisodeActorSettings
 from rlhub.agents.remote.holders import Holders
@@ -20,11 +22,10 @@ from rlhub.agents.workflows.registry import workflow_kwargs
 from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.order import ResumableLoader
-from rlhub.engines.rollout.base import SamplingParams
 from rlhub.errors import ConfigError
 from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
 from rlhub.rewards import RewardManager
-from rlhub.rewards.managers import NaiveManager, reward_function
+from rlhub.rewards.managers import NaiveManager
 from rlhub.rewards.pool import RewardFunction
 from rlhub.rewards.rows import RowScorer, no_turn_scores
 from rlhub.rollout_service.executor.batches import keep_nothing
@@ -39,15 +40,15 @@ from rlhub.trainer.ppo.episodes import (
     VALIDATION,
     EpisodeSamples,
     Workflows,
-    baseline_sampling,
-    training_sampling,
-    validation_sampling,
+    samplings,
 )
+from rlhub.trainer.ppo.group_filter import load_group_filter
 from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.requirements import requirements
-from rlhub.trainer.ppo.scoring import build_scorer
+from rlhub.trainer.ppo.scoring import build_scorer, configured_function
 from rlhub.trainer.ppo.stream_source import FILE as PROMPTS
 from rlhub.trainer.ppo.stream_source import PromptLog, StreamSource
+from rlhub.trainer.ppo.timelines import Timelines
 from rlhub.trainer.ppo.worker_groups import ROLLOUT_ROLE, WorkerGroups
 from rlhub.trainer.run import Run
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
@@ -55,6 +56,9 @@ from rlhub.utils.collector import heap_set_aside
 from rlhub.workers.memory_handover import WorkerRuntime
 
 logger = logging.getLogger(__name__)
+
+ADMINISTRATION = "admin.json"
+"""In the run folder, while the job runs: address and key of its administration."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,12 +82,12 @@ class EpisodeRuntime:
     environments: EnvironmentActors | None
     holders: Holders | None
 
-    def workflows(self, sampling: SamplingParams, purpose: str) -> Workflows:
-        """Returns the job's workflows with this sampling; the samples of validation come to the driver."""
+    def workflows(self, purpose: str) -> Workflows:
+        """Returns the job's workflows with the sampling of this purpose; the samples of validation come to the driver."""
         workflows = Workflows(
             self.config,
             self.tokenizer,
-            sampling,
+            samplings(self.config, self.vocabulary),
             no_turn_scores if self.scorer is None else self.scorer.score_text,
             purpose=purpose,
             episode_actors=self.episode_actors,
@@ -95,7 +99,7 @@ class EpisodeRuntime:
 
     def validation_samples(self) -> EpisodeSamples:
         """Returns what generates for validation: the same workflows with other sampling."""
-        workflows = self.workflows(validation_sampling(self.config, self.vocabulary), VALIDATION)
+        workflows = self.workflows(VALIDATION)
         return EpisodeSamples(
             self.config.actor_rollout_ref.rollout,
             self.service.router,
@@ -122,22 +126,28 @@ def build_stream(
     # Without a pool of their own replicas run on the devices of the actor's ranks.
     places = () if is_separate(config.trainer, ROLLOUT_ROLE) else groups.actor.device_places()
     options = service_options(
-        config.actor_rollout_ref, config.trainer, run_folder=run.folder.path, actor_places=places, observers=[run.calls]
+        config.actor_rollout_ref,
+        config.trainer,
+        run_folder=run.folder.path,
+        actor_places=places,
+        observers=[run.calls],
+        record=run.spans.record,
     )
     service = RolloutService(config.actor_rollout_ref, runtime, options, loop=runner.loop)
     logger.info("starting the rollout service, replicas: %d", options.num_replicas)
     service.start()
     stack.callback(service.close)
+    start_administration(service, runner, run, stack)
     keeps = config.trainer.batches == "reference"
     episodes = start_episodes(config, tokenizer, runner, service, reward, run, stack, keeps=keeps)
     scoring = GroupScoring(episodes.scorer, OutcomeStore(), episodes.holders)
     log = PromptLog(run.folder.path / PROMPTS)
     executor = build_executor(episodes, scoring, log)
     publisher = Publisher(
-        service.router,
+        service.control,
         service.loop,
-        str(service.folder),
-        write=groups.actor.write_weights,
+        service.written_to,
+        write=functools.partial(groups.actor.write_weights, full_every=service.full_every),
         fail=executor.fail,
         timers=run.timers,
         record=run.spans.record,
@@ -148,6 +158,7 @@ def build_stream(
         loader=loader,
         executor=executor,
         publisher=publisher,
+        service=service,
         outcomes=scoring.outcomes,
         vocabulary=episodes.vocabulary,
         log=log,
@@ -157,9 +168,21 @@ def build_stream(
         dealing=groups.dealing(config),
         actor_pools=[found for found in (episodes.episode_actors, episodes.environments) if found is not None],
     )
+    if isinstance(executor.keep, SignalFilter):
+        executor.keep.note = source.turned_down
     samples = episodes.validation_samples()
     stack.enter_context(heap_set_aside())
     return source, samples
+
+
+def start_administration(service: RolloutService, runner: AsyncTaskRunner, run: Run, stack: ExitStack) -> None:
+    """Lets replicas be added and removed over HTTP, where there may be more than one."""
+    if service.options.bounds.most == 1:
+        return
+    file = run.folder.path / ADMINISTRATION
+    endpoint = AdminEndpoint(service.control, file)
+    stack.callback(close_on_loop, runner, endpoint.aclose)
+    logger.info("replicas are administered at %s%s, with the key in %s", on_loop(runner, endpoint.start()), ADMIN_PATH, file)
 
 
 def build_evaluation_samples(
@@ -200,7 +223,7 @@ def start_episodes(
     environments = environment_hosts(config, run)
     manager = function_manager(reward)
     scorer = None if manager is None else RowScorer(manager.parts.pool, manager.parts.tokenizer)
-    function = None if manager is None else reward_function(config.reward_model, config.custom_reward_function)
+    function = None if manager is None else configured_function(config)
     episode_actors = episode_hosts(config, vocabulary, run, function)
     for processes in (environments, episode_actors):
         if processes is not None:
@@ -235,11 +258,7 @@ def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, run: Run, reward: R
         reward = dataclasses.replace(reward, num_workers=max(1, reward.num_workers // rollout.agent.num_workers))
     settings = EpisodeActorSettings(
         tokenizer=functools.partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code),
-        samplings={
-            TRAINING: training_sampling(config, vocabulary),
-            VALIDATION: validation_sampling(config, vocabulary),
-            BASELINE: baseline_sampling(config, vocabulary),
-        },
+        samplings=samplings(config, vocabulary),
         max_prompt_length=config.data.max_prompt_length,
         max_response_length=config.data.max_response_length,
         kwargs=workflow_kwargs(rollout),
@@ -302,14 +321,15 @@ def close_on_loop(runner: AsyncTaskRunner, close: Callable[[], Coroutine[Any, An
 
 def build_executor(episodes: EpisodeRuntime, scoring: GroupScoring, log: PromptLog) -> WorkflowExecutor:
     """Returns the executor with the bounds of the configuration."""
-    config, vocabulary, router = episodes.config, episodes.vocabulary, episodes.service.router
+    config, router = episodes.config, episodes.service.router
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    workflows = episodes.workflows(training_sampling(config, vocabulary), TRAINING)
-    baselines = episodes.workflows(baseline_sampling(config, vocabulary), BASELINE)
+    workflows = episodes.workflows(TRAINING)
+    baselines = episodes.workflows(BASELINE)
+    timelines = Timelines(workflows.of, scoring, episodes.run.spans.episodes)
     executor = WorkflowExecutor(
         runner=episodes.runner,
         engine=router,
-        workflow_for=workflows.of,
+        workflow_for=timelines.workflow,
         staleness=StalenessManager(
             batch=config.data.train_batch_size,
             max_staleness=trainer.max_staleness,
@@ -327,7 +347,7 @@ def build_executor(episodes: EpisodeRuntime, scoring: GroupScoring, log: PromptL
             min_samples=rollout.agent.min_samples,
             max_failed_batches=rollout.agent.max_failed_batches,
         ),
-        on_group=scoring,
+        on_group=timelines.on_group,
         keep=signal_filter(episodes, scoring),
         interrupt=router.abort,
         baseline_for=baselines.of if requirements(config).baseline_rewards else None,
@@ -340,15 +360,15 @@ def build_executor(episodes: EpisodeRuntime, scoring: GroupScoring, log: PromptL
 
 
 def signal_filter(episodes: EpisodeRuntime, scoring: GroupScoring) -> SignalFilter | None:
-    """Returns the filter of dynamic sampling, where that is on."""
+    """Returns the filter of dynamic sampling and of the user, where one is on."""
     config = episodes.config
-    groups = config.algorithm.filter_groups
-    if not groups.enable:
+    groups, own = config.algorithm.filter_groups, load_group_filter(config)
+    if config.algorithm.filtering is None:
         return None
     assert episodes.manager is not None, "checked before start"
     if not episodes.manager.scores_rows:
         raise ConfigError(
-            "algorithm.filter_groups.enable=true with rollout.mode=async filters finished groups by the outcomes of their rows, "
+            f"{config.algorithm.filtering} with rollout.mode=async filters finished groups by the outcomes of their rows, "
             f"but reward_model.reward_manager={config.reward_model.reward_manager} reads whole batches; choose one that scores "
             "row by row, or actor_rollout_ref.rollout.mode=sync"
         )
@@ -356,4 +376,6 @@ def signal_filter(episodes: EpisodeRuntime, scoring: GroupScoring) -> SignalFilt
         scorer=build_scorer(config, episodes.manager.lenient(), episodes.run.timers),
         outcomes=scoring.outcomes,
         most=(groups.max_num_gen_batches - 1) * config.data.train_batch_size,
+        differ=groups.enable,
+        own=own,
     )

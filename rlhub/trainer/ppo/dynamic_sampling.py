@@ -7,6 +7,7 @@ open:
 - groups with signal beyond data.train_batch_size are dropped, and counted;
 - after max_num_gen_batches generations the batch is filled up with groups without signal, with a warning: its size, and so
   the optimizer steps, stay what the configuration says, and such groups have no gradient in estimators that compare samples;
+- a filter of the user's own (group_filter.py) may turn down further groups, or alone decides;
 - the batch keeps the order of drawing, so groups that fill up are spread over the mini-batches;
 - a sample without a valid score is not compared.
 """
@@ -23,6 +24,7 @@ from torch.nn.functional import pad
 
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import Batch, BatchRef, DataProto
+from rlhub.trainer.ppo.group_filter import GroupFilter, scored_groups
 from rlhub.trainer.ppo.scoring import SIGNAL
 
 logger = logging.getLogger(__name__)
@@ -47,10 +49,11 @@ class _Drawn:
 class DynamicSampling:
     """The buffer that fills with groups with signal, generation by generation, and then is one training batch.
 
-    metrics: sampling/* of the last batch.
+    own: the user's own filter.  metrics: sampling/* of the last batch.
     """
 
     config: PPOConfig
+    own: GroupFilter | None = None
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     _drawn: _Drawn = field(init=False, default_factory=_Drawn)
 
@@ -60,7 +63,7 @@ class DynamicSampling:
         drawn.num_generations += 1
         drawn.reward_sum += batch.batch["scores"][batch.batch["valid"]].double().sum().item()
         drawn.num_valid += batch.batch["valid"].sum().item()
-        signal = groups_with_signal(batch, n)
+        signal = self._kept(batch, n)
         drawn.num_prompts += len(signal)
         missing = max(wanted - drawn.num_signal, 0)
         drawn.num_signal += int(signal.sum())
@@ -70,6 +73,14 @@ class DynamicSampling:
         if filled and drawn.num_generations < self.config.algorithm.filter_groups.max_num_gen_batches:
             return None
         return self._full_batch(filled)
+
+    def _kept(self, batch: Batch, n: int) -> Tensor:
+        """Returns (prompts,) bool: the groups that may train."""
+        if self.config.algorithm.filter_groups.enable:
+            kept = groups_with_signal(batch, n)
+        else:
+            kept = torch.ones(len(batch) // n, dtype=torch.bool)
+        return kept if self.own is None else kept & torch.tensor([self.own(group) for group in scored_groups(batch, n)])
 
     def _full_batch(self, filled: int) -> Batch:
         """Returns the groups with signal and as many of the others as are missing, and begins anew."""
@@ -91,9 +102,10 @@ class DynamicSampling:
         groups = self.config.algorithm.filter_groups
         logger.warning(
             "dynamic sampling: after %d generations (algorithm.filter_groups.max_num_gen_batches) %d of %d prompts have samples "
-            "that differ in %s; %d without signal fill the batch. The problems may be too easy or too hard for the policy: raise "
+            "that %s; %d without signal fill the batch. The problems may be too easy or too hard for the policy: raise "
             "the bound or actor_rollout_ref.rollout.n, or change the data",
-            drawn.num_generations, drawn.num_signal, self.config.data.train_batch_size, groups.metric, filled,
+            drawn.num_generations, drawn.num_signal, self.config.data.train_batch_size,
+            f"differ in {groups.metric}" if groups.enable else "algorithm.group_filter keeps", filled,
         )  # fmt: skip
 
 

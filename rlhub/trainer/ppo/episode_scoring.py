@@ -7,7 +7,7 @@ outcomes (penalties, the policy for failures) waits for the whole batch, and is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from rlhub.rewards.rows import RowScorer
 from rlhub.rollout_service.executor.batches import prompt_columns, row_columns, score_rows
 from rlhub.rollout_service.executor.episode_groups import Group
 from rlhub.trainer.ppo.dynamic_sampling import groups_with_signal
+from rlhub.trainer.ppo.group_filter import GroupFilter, scored_groups
 from rlhub.trainer.ppo.scoring import Scorer
 
 logger = logging.getLogger(__name__)
@@ -102,23 +103,32 @@ class GroupScoring:
 
 @dataclass(slots=True)
 class SignalFilter:
-    """The executor's filter for dynamic sampling (see dynamic_sampling.py): whether a finished group's samples differ.
+    """The executor's filter for dynamic sampling (see dynamic_sampling.py): whether a finished group's samples differ, and
+    whether the user's own filter keeps it.
 
     scorer: of one group, from what its samples were scored; failures pass as samples without a score.
     most: groups without signal in a row that are turned down; the next ones train, as whole batches are filled up.
+    differ: whether samples must differ.  own: the user's own filter.  note: called with the scored rows of a group that is turned
+    down.
     """
 
     scorer: Scorer
     outcomes: OutcomeStore
     most: int
+    differ: bool = True
+    own: GroupFilter | None = None
+    note: Callable[[DataProto], None] | None = None
     _without: int = 0
 
     def __call__(self, group: Group) -> bool:
         compared = dict.fromkeys(row.comparison for row in group.rows)
-        if any(self._differ(group, name) for name in compared):
+        by_name = [self._scored(group, name) for name in compared]
+        if self._keeps(by_name):
             self._without = 0
             return True
         self._without += 1
+        if self.note is not None and self._without <= self.most:
+            self.note(by_name[0])
         if self._without == self.most + 1:
             logger.warning(
                 "dynamic sampling: %d groups in a row had no signal (algorithm.filter_groups.max_num_gen_batches); those that "
@@ -128,9 +138,14 @@ class SignalFilter:
             )
         return self._without > self.most
 
-    def _differ(self, group: Group, comparison: str) -> bool:
-        """Returns whether the group's episodes differ in the reward of that name; of several rows the last stands for its
-        episode."""
+    def _keeps(self, by_name: Sequence[DataProto]) -> bool:
+        if self.differ and not any(bool(groups_with_signal(rows, len(rows))[0]) for rows in by_name):
+            return False
+        return self.own is None or any(self.own(group) for rows in by_name for group in scored_groups(rows, len(rows)))
+
+    def _scored(self, group: Group, comparison: str) -> DataProto:
+        """Returns a scored row for each of the group's episodes that have a reward of that name; of several rows the last stands
+        for its episode."""
         outcomes, rows, valid, numbers = self.outcomes.take(group), [], [], []
         kept = []
         for sample, outcome, scored, own in zip(group.trajectories, outcomes, group.valid, group.numbers, strict=True):
@@ -144,4 +159,4 @@ class SignalFilter:
         batch = DataProto.from_dict(row_columns(chosen) | score_rows(chosen), prompt_columns(chosen))
         batch.non_tensor_batch[OUTCOMES] = object_array(kept)
         self.scorer.score_rows(batch)
-        return bool(groups_with_signal(batch, len(rows))[0])
+        return batch

@@ -19,6 +19,7 @@ from rlhub.agents.remote.workflow import EpisodeActors, RemoteWorkflow
 from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory, answer_of
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, Score, WorkflowParts, build_workflow
 from rlhub.agents.workflows.registry import default_workflow, workflow_class, workflow_kwargs
+from rlhub.config.rules.sources import SourceConfig, sources_of, val_sampling
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
 from rlhub.data import AGENT_NAME
@@ -33,6 +34,7 @@ from rlhub.rollout_service.executor.batches import to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.router import Pin, Router
 from rlhub.trainer.ppo.stream_source import prompt_items
+from rlhub.trainer.ppo.sync_source import training_sampling, validation_sampling
 from rlhub.utils.aio.results import Reject
 from rlhub.utils.seeding import sample_seed
 
@@ -40,24 +42,21 @@ TRAINING, VALIDATION, BASELINE = "training", "validation", "baseline"
 """The purposes of episodes, from which their sampling follows."""
 
 
-def training_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
-    """Returns the sampling of the episodes that are trained on."""
+def samplings(config: PPOConfig, vocabulary: Vocabulary) -> dict[str, SamplingParams]:
+    """Returns the sampling of the episodes of each purpose: of training, of validation, also by data source, and greedy for the
+    episode to which the others of a prompt are compared."""
     rollout = config.actor_rollout_ref.rollout
-    own = ValSamplingConfig(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, do_sample=True)
-    return sampling_params(config, vocabulary, own, log_probs=True)
+    own = {name: val_sampling(config, name) for name, source in sources_of(config.data).items() if source.val_kwargs}
+    found = {
+        TRAINING: training_sampling(rollout),
+        VALIDATION: rollout.val_kwargs,
+        BASELINE: ValSamplingConfig(do_sample=False),
+        **{f"{VALIDATION}/{name}": sampling for name, sampling in own.items()},
+    }
+    return {purpose: sampling_params(config, vocabulary, sampling) for purpose, sampling in found.items()}
 
 
-def validation_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
-    """Returns the sampling of validation's episodes."""
-    return sampling_params(config, vocabulary, config.actor_rollout_ref.rollout.val_kwargs, log_probs=True)
-
-
-def baseline_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
-    """Returns the sampling of the episode to which the others of a prompt are compared: greedy."""
-    return sampling_params(config, vocabulary, ValSamplingConfig(do_sample=False), log_probs=True)
-
-
-def sampling_params(config: PPOConfig, vocabulary: Vocabulary, sampling: ValSamplingConfig, *, log_probs: bool) -> SamplingParams:
+def sampling_params(config: PPOConfig, vocabulary: Vocabulary, sampling: ValSamplingConfig) -> SamplingParams:
     """Returns what whole-batch generation passes to the engine."""
     return SamplingParams(
         temperature=sampling.temperature if sampling.do_sample else 0.0,
@@ -66,7 +65,7 @@ def sampling_params(config: PPOConfig, vocabulary: Vocabulary, sampling: ValSamp
         max_new_tokens=config.data.max_response_length,
         stop_token_ids=vocabulary.stop_token_ids,
         ignore_eos=config.actor_rollout_ref.rollout.ignore_eos,
-        log_probs=log_probs,
+        log_probs=True,
     )
 
 
@@ -74,39 +73,49 @@ def sampling_params(config: PPOConfig, vocabulary: Vocabulary, sampling: ValSamp
 class Workflows:
     """One workflow of each name, built when the first row asks for it.  Used on the event loop that runs the episodes.
 
-    episode_actors: run the episodes' own code instead of this loop, with the sampling of `purpose`.  environments: leases
+    samplings: by purpose.  episode_actors: run the episodes' own code instead of this loop.  environments: leases
     environments to them.  holders: keep the tokens of the episodes; None: these come to the driver.
     """
 
     config: PPOConfig
     tokenizer: Any
-    sampling: SamplingParams
+    samplings: Mapping[str, SamplingParams]
     score: Score
     purpose: str = TRAINING
     episode_actors: EpisodeActors | None = None
     environments: EnvironmentActors | None = None
     holders: Holders | None = None
-    _built: dict[str, RolloutWorkflow] = field(init=False, default_factory=dict)
+    _built: dict[WorkflowKey, RolloutWorkflow] = field(init=False, default_factory=dict)
+    _sources: dict[str, SourceConfig] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sources = sources_of(self.config.data)
 
     def of(self, row: Mapping[str, Any]) -> RolloutWorkflow:
         """Returns the workflow of this prompt."""
-        name = row.get(AGENT_NAME) or default_workflow(self.config.actor_rollout_ref.rollout)
-        if name not in self._built:
-            self._built[name] = self._build(name)
-        return self._built[name]
+        name = row.get("data_source", "")
+        source, own = self._sources.get(name), f"{self.purpose}/{name}"
+        workflow = row.get(AGENT_NAME) or (None if source is None else source.agent_name)
+        purpose = own if own in self.samplings else self.purpose
+        key = WorkflowKey(purpose, workflow or default_workflow(self.config.actor_rollout_ref.rollout))
+        if key not in self._built:
+            self._built[key] = self._build(key)
+        return self._built[key]
 
-    def _build(self, name: str) -> RolloutWorkflow:
-        workflow_class(name)  # a wrong name ends the run, not only each of its episodes
-        build, remote = partial(build_workflow, name, self._parts()), None
+    def _build(self, key: WorkflowKey) -> RolloutWorkflow:
+        name, parts, remote = key.name, self._parts(self.samplings[key.purpose]), None
+        found = workflow_class(name)  # a wrong name ends the run, not only each of its episodes
+        build = partial(build_workflow, name, parts)
         if self.episode_actors is not None:
-            key = WorkflowKey(self.purpose, name)
-            remote = RemoteWorkflow(self._parts(), key, self.episode_actors, keeps=self.holders is not None, direct=True)
-        return remote or build() if self.holders is None else KeepingWorkflow(name, self.holders.own, remote, build)
+            remote = RemoteWorkflow(parts, key, self.episode_actors, keeps=self.holders is not None, direct=True)
+        made = remote or build() if self.holders is None else KeepingWorkflow(name, self.holders.own, remote, build)
+        made.keeps_time = isinstance(found, type) and issubclass(found, RolloutWorkflow) and found.keeps_time
+        return made
 
-    def _parts(self) -> WorkflowParts:
+    def _parts(self, sampling: SamplingParams) -> WorkflowParts:
         return WorkflowParts(
             tokenizer=self.tokenizer,
-            sampling=self.sampling,
+            sampling=sampling,
             max_prompt_length=self.config.data.max_prompt_length,
             max_response_length=self.config.data.max_response_length,
             score=self.score,
@@ -176,8 +185,9 @@ class EpisodeSamples:
             self.loop.call_soon_threadsafe(pin.release)
 
     def validation(self, prompts: DataProto) -> DataProto:
-        """Returns val_kwargs' samples per prompt, neighbours in prompt order."""
-        episodes = self._on_loop(self._episodes(self._pin or self.router, list(prompt_items(prompts))))
+        """Returns val_kwargs' samples per prompt, or those of its data source, neighbours in prompt order."""
+        n = validation_sampling(prompts, self.config).n
+        episodes = self._on_loop(self._episodes(self._pin or self.router, list(prompt_items(prompts)), range(n)))
         outcomes = settle_rewards([sample for _, samples in episodes for sample in samples])
         groups = [Group(item=item, trajectories=[sample.trajectory for sample in samples]) for item, samples in episodes]
         batch = to_batch(groups, pad_id=self.pad_id)
@@ -187,8 +197,9 @@ class EpisodeSamples:
     def _on_loop(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
-    async def _episodes(self, engine: EpisodeEngine, items: list[PromptItem]) -> list[tuple[PromptItem, list[_Sample]]]:
-        samples = range(self.config.val_kwargs.n)
+    async def _episodes(
+        self, engine: EpisodeEngine, items: list[PromptItem], samples: range
+    ) -> list[tuple[PromptItem, list[_Sample]]]:
         results = await asyncio.gather(*(self._episode(engine, item, sample) for item in items for sample in samples))
         return [(item, results[len(samples) * row : len(samples) * (row + 1)]) for row, item in enumerate(items)]
 

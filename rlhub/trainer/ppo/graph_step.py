@@ -18,7 +18,7 @@ from rlhub.pipeline.nodes import Node
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.metrics import graph_metrics, mean_metrics, row_lengths
-from rlhub.trainer.ppo.scoring import Scoring, add_scores
+from rlhub.trainer.ppo.scoring import Scoring
 from rlhub.trainer.ppo.step import (
     CORRECTION,
     ESTIMATED,
@@ -101,7 +101,7 @@ class StepCalls:
     def _sample(self, node: Node, batch: Batch) -> Output:
         """Returns the samples, with their scores where the node says that it writes them."""
         rows, scorings = self.drawn = self.parts.sample_and_score(self.prompts, batch.meta_info[STEP])
-        scores = add_scores(rows, scorings) if "scores" in (use.name for use in node.writes) else {}
+        scores = self.parts.add_scores(rows, scorings) if "scores" in (use.name for use in node.writes) else {}
         if "prompt_length" not in names_of(rows):
             rows.batch["prompt_length"] = row_lengths(rows) - rows.batch["response_length"]
         output = columns_of(rows, node.writes)
@@ -112,7 +112,7 @@ class StepCalls:
         """Returns the scores of the samples in the order of the node's rows."""
         assert self.drawn is not None, "its inputs are samples"
         rows, scorings = self.drawn
-        metrics = add_scores(rows, scorings)
+        metrics = self.parts.add_scores(rows, scorings)
         scores = columns_of(rows.small if isinstance(rows, BatchRef) else rows, node.writes)
         scores.reorder(batch.batch["sample_index"])
         scores.meta_info[METRICS] = metrics

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,20 @@ def row_lengths(batch: Batch) -> Tensor:
     if "prompt_length" not in columns.keys():
         return torch.as_tensor(columns["attention_mask"].sum(1))
     return torch.as_tensor(columns["prompt_length"] + columns["response_length"])
+
+
+def source_metrics(batch: Batch, sources: Sequence[str]) -> dict[str, float]:
+    """Returns source/<name>/share of the batch's rows for each of these data sources, and of the rows that have a valid score
+    source/<name>/reward_mean and source/<name>/pass_rate, the share that validation would count as right."""
+    metrics = {}
+    for name in sources if "data_source" in batch.non_tensor_batch else ():  # recorded batches say of no row where it is from
+        rows = torch.from_numpy(batch.non_tensor_batch["data_source"] == name)
+        metrics[f"source/{name}/share"] = rows.double().mean().item()
+        rows &= batch.batch["valid"]
+        if bool(rows.any()):
+            metrics[f"source/{name}/reward_mean"] = batch.batch["scores"][rows].double().mean().item()
+            metrics[f"source/{name}/pass_rate"] = batch.batch["correct"][rows].double().mean().item()
+    return metrics
 
 
 BY_PRECISION = {"float32": (1e-3, 0.1), "16 bits": (0.1, 1.0)}

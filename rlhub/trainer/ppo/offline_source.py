@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def build_collected(
         loader=loader,
         reader=TrajectoryReader(rollout.trajectories_folder),
         vocabulary=read_vocabulary(config.actor_rollout_ref.model, tokenizer),
-        write=actor.write_weights,
+        write=partial(actor.write_weights, full_every=rollout.weights_full_every),
         timers=timers,
         ranks=actor if config.trainer.batches == "reference" else None,
     )

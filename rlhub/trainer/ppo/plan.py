@@ -48,7 +48,7 @@ def missing_roles(config: PPOConfig) -> dict[str, str]:
 def describe(config: PPOConfig) -> str:
     """Returns what a checked configuration would run: its main settings, the graph of a step, where roles run, and the bytes of
     each edge at most.  Without trainer.pipeline the graph is the built-in one that says what the plain step does."""
-    same = dapo if config.algorithm.filter_groups.enable else ppo
+    same = dapo if config.algorithm.filtering else ppo
     graph = step_graph(config) or same(config, requirements(config)).build(config)
     plain = "" if config.trainer.pipeline else f"({SETTING}=null runs the plain step, which says the same as {graph.name})\n"
     parts = (

@@ -13,6 +13,7 @@ from concurrent.futures import wait as wait_for
 from typing import Protocol
 
 from rlhub.rollout_service.server import UpdateReport
+from rlhub.sharding_manager.route import SyncReport
 from rlhub.tracking.spans import RecordSpan, ignore_span
 from rlhub.utils.timing import PhaseTimer
 
@@ -24,7 +25,8 @@ class Replicas(Protocol):
     """Takes the weights, on its event loop: the rollout service's router."""
 
     async def update(self, folder: str, version: int) -> Sequence[tuple[str, UpdateReport]]:
-        """Gives every living replica the version in `folder` to generate with; returns what each reports, by its name."""
+        """Gives every living replica the version in `folder`, or at these addresses, to generate with; returns what each reports,
+        by its name."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -47,7 +49,7 @@ class Publisher:
         loop: asyncio.AbstractEventLoop,
         folder: str,
         *,
-        write: Callable[[str, int], object],
+        write: Callable[[str, int], Sequence[SyncReport]],
         fail: Callable[[BaseException], None],
         timers: PhaseTimer,
         record: RecordSpan = ignore_span,
@@ -55,6 +57,7 @@ class Publisher:
         self.replicas, self.folder = replicas, folder
         self._loop, self._write, self._fail, self._timers, self._record = loop, write, fail, timers, record
         self._running: Future[None] | None = None
+        self._written: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
 
     def publish(self, version: int, announce: Callable[[int], None]) -> None:
@@ -64,20 +67,24 @@ class Publisher:
         """
         self.wait()
         with self._timers.measure("write_weights"):
-            self._write(self.folder, version)
-        self._running = asyncio.run_coroutine_threadsafe(self._deliver(version, announce), self._loop)
+            reports = self._write(self.folder, version)
+        self._written = _written(reports)
+        source = ",".join(report.address for report in reports if report.address) or self.folder
+        self._running = asyncio.run_coroutine_threadsafe(self._deliver(source, version, announce), self._loop)
 
-    async def _deliver(self, version: int, announce: Callable[[int], None]) -> None:
+    async def _deliver(self, source: str, version: int, announce: Callable[[int], None]) -> None:
         started = time.perf_counter()
         try:
-            reports = await self.replicas.update(self.folder, version)
+            reports = await self.replicas.update(source, version)
         except Exception as error:
             self._fail(error)  # whoever waits for samples of this version would wait for ever
             raise
         ended = time.perf_counter()
         self._record_spans(version, reports, started, ended)
         announce(version)
-        self.metrics = {"rollout/publish_s": ended - started} | self.replicas.metrics()
+        fallbacks = sum(report.fallbacks for _, report in reports)
+        own = {"rollout/publish_s": ended - started, "rollout/full_fallbacks": float(fallbacks)}
+        self.metrics = own | self._written | self.replicas.metrics()
 
     def _record_spans(self, version: int, reports: Sequence[tuple[str, UpdateReport]], started: float, ended: float) -> None:
         self._record(PUBLICATION, f"version {version}", started, ended, replicas=len(reports))
@@ -98,3 +105,9 @@ class Publisher:
         """Waits for a publication that still runs."""
         if self._running is not None:
             wait_for([self._running])
+
+
+def _written(reports: Sequence[SyncReport]) -> dict[str, float]:
+    """Returns the bytes of the ranks' writing, and their share of the bytes of all weights: 1 where each block is in full."""
+    stored, whole = sum(report.wire_bytes or 0 for report in reports), sum(report.bytes for report in reports)
+    return {"rollout/published_bytes": float(stored), "rollout/published_share": stored / whole if whole else 1.0}

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from rlhub.config.rules.asynchronous import may_be_stale
-from rlhub.config.rules.placement import reads_reference
+from rlhub.config.rules.checks import check_requirements
+from rlhub.config.rules.placement import reads_reference, unneeded
+from rlhub.config.rules.sources import estimators_of
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.registry import suggest
 
@@ -14,6 +16,12 @@ NAMES_OF_THE_REWARD = ("seq_reward", "seq_final_reward", "reward", "score")
 """Names by which algorithm.filter_groups.metric may call the reward itself."""
 OWN_NUMBERS = ("acc", "overlong", "overlong_reward", "function", "model", "judge")
 """Further numbers of a sample that exist without a reward function of the user's own; some of them by some settings only."""
+
+OF_ALL_ROWS = {
+    "values": "a critic, which learns from the returns of all rows",
+    "baseline_rewards": "a greedy response to every prompt, without which a row does not train",
+}
+"""Requirements of estimators that cannot hold for the rows of some data sources only."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +62,12 @@ def critic_mini_batches(config: PPOConfig) -> int:
     return -(-config.data.train_batch_size // size)
 
 
+def required(config: PPOConfig) -> frozenset[str]:
+    """Returns what the advantage estimators of the run and of its data sources require, by the words of their registry rows."""
+    names = [own.adv_estimator for own in estimators_of(config).values()]
+    return frozenset().union(*(ADVANTAGE_ESTIMATORS.row(name).requires for name in names))
+
+
 def requirements(config: PPOConfig) -> Requirements:
     """Returns the passes this run needs.
 
@@ -65,7 +79,7 @@ def requirements(config: PPOConfig) -> Requirements:
     from others, unless the advantages read them.
     """
     loss = POLICY_LOSSES.row(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    needs = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires | loss.requires
+    needs = required(config) | loss.requires
     actor, in_reward = config.actor_rollout_ref.actor, config.algorithm.use_kl_in_reward
     correction = config.algorithm.rollout_correction
     several_steps = num_mini_batches(config) > 1 or actor.ppo_epochs > 1
@@ -89,12 +103,31 @@ def requirements(config: PPOConfig) -> Requirements:
     )
 
 
+def estimators_known(config: PPOConfig) -> bool:
+    """Returns whether all chosen advantage estimators are registered."""
+    return all(own.adv_estimator in ADVANTAGE_ESTIMATORS for own in estimators_of(config).values())
+
+
+def check_estimators(config: PPOConfig) -> list[str]:
+    """Returns the problems of settings that the advantage estimators of the run and of its data sources need."""
+    found, general = [], ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator)
+    for key, own in estimators_of(config).items():
+        requires, estimator = ADVANTAGE_ESTIMATORS.row(own.adv_estimator).requires, f"{key}.adv_estimator={own.adv_estimator}"
+        found += check_requirements(config, requires, estimator)
+        for word, needed in OF_ALL_ROWS.items():
+            if (word in requires) != (word in general.requires):
+                both = f"{estimator} with algorithm.adv_estimator={general.name}"
+                one = own.adv_estimator if word in requires else general.name
+                found.append(f"{both}: {one} needs {needed}; choose estimators that all need it, or none that does")
+    return [*dict.fromkeys(found), *unneeded(config, required(config))]
+
+
 def check_group_metric(config: PPOConfig) -> list[str]:
     """Returns the problem with the number by which groups are to be compared, where it can be known before the first scoring:
     what the user's own reward function, or a plugin, returns cannot."""
     groups = config.algorithm.filter_groups
     known = (*NAMES_OF_THE_REWARD, *OWN_NUMBERS)
-    if not groups.enable or groups.metric in known or config.custom_reward_function.path or config.trainer.plugins:
+    if not config.algorithm.filtering or groups.metric in known or config.custom_reward_function.path or config.trainer.plugins:
         return []
     return [
         f"algorithm.filter_groups.metric={groups.metric}: the scorers that come with rlhub give no such number"

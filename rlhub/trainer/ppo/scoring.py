@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.inputs import COMPONENT
+from rlhub.config.rules.sources import rewards_of
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, RewardError
 from rlhub.models.shape import ModelShape, local_shape
@@ -40,12 +41,13 @@ from rlhub.rewards.combine import (
     outcomes_of,
     running_numbers,
 )
-from rlhub.rewards.managers import NaiveManager
+from rlhub.rewards.managers import NaiveManager, reward_function
+from rlhub.rewards.pool import RewardFunction
 from rlhub.rewards.rows import REWARD_FIELDS, ROW_TOKENS, unpack_outcomes
 from rlhub.rollout_service.executor.batches import TOOL_REWARDS, with_tool_rewards
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
 from rlhub.trainer.ppo.requirements import NAMES_OF_THE_REWARD, requirements
-from rlhub.trainer.ppo.validation_metrics import correctness
+from rlhub.trainer.ppo.validation_metrics import ACCURACY, CORRECT_ABOVE, correctness
 from rlhub.trainer.ppo.worker_groups import ACTOR_ROLE, COLOCATED_ROLE, ROLLOUT_ROLE
 from rlhub.utils.timing import PhaseTimer
 from rlhub.workers.memory_handover import WorkerRuntime
@@ -81,9 +83,11 @@ class Samples:
 
 @dataclass(slots=True)
 class Scoring:
-    """The scores of samples on their way.  finish: waits for the columns (rows,), in the order of sampling, and the metrics."""
+    """The scores of samples on their way.  finish: waits for the columns (rows,), in the order of sampling, and the metrics.
+    columns: these columns, as soon as they were waited for."""
 
     finish: Callable[[], tuple[dict[str, Tensor], dict[str, float]]]
+    columns: dict[str, Tensor] = field(default_factory=dict)
     _metrics: dict[str, float] | None = None
 
     def add_to(self, batch: Batch) -> dict[str, float]:
@@ -94,9 +98,9 @@ class Scoring:
         Raises RewardError when more rows failed than the limit allows.
         """
         if self._metrics is None:
-            columns, self._metrics = self.finish()
+            self.columns, self._metrics = self.finish()
             order = batch.batch["sample_index"] if "sample_index" in batch.batch.keys() else slice(None)
-            for name, column in columns.items():
+            for name, column in self.columns.items():
                 batch.batch[name] = column[order]
         return self._metrics
 
@@ -143,15 +147,16 @@ class Scorer:
         return self.submit(Samples(batch=batch)).add_to(batch)
 
     def _begin(self, batch: Batch) -> Callable[[], tuple[dict[str, Tensor], dict[str, float]]]:
-        """Begins to score rows.  The result waits for scores (rows,), valid (rows,) and what else is kept of the reward; it gives
-        token_level_scores (rows, response) only where a manager scores tokens, and configured_scores (rows,), the scores without
-        the rewards of tools, only where there are some.
+        """Begins to score rows.  The result waits for scores (rows,), valid (rows,), correct (rows,) bool, what validation counts
+        as right, and what else is kept of the reward; it gives token_level_scores (rows, response) only where a manager scores
+        tokens, and configured_scores (rows,), the scores without the rewards of tools, only where there are some.
 
         Rows that come with their scores keep them: those of workflows that give rewards themselves, and recorded batches.
         """
         tensors = batch.batch
         if "scores" in tensors.keys():
             own = {name: tensors[name] for name in ("scores", "valid")}
+            own["correct"] = tensors.get(f"{COMPONENT}{ACCURACY}", tensors["scores"]) > CORRECT_ABOVE
             if self.metric is not None:
                 own[SIGNAL] = tensors.get(f"{COMPONENT}{self.metric}", tensors["scores"]).double()
             return lambda: (own, {})
@@ -159,7 +164,8 @@ class Scorer:
 
         def finish() -> tuple[dict[str, Tensor], dict[str, float]]:
             result = pending()
-            columns = {"scores": result.scores, "valid": result.valid}
+            correct = torch.from_numpy(correctness(result.extra, result.scores.numpy()))
+            columns = {"scores": result.scores, "valid": result.valid, "correct": correct}
             if result.token_level_scores is not None:
                 columns["token_level_scores"] = result.token_level_scores
             if tools is not None:
@@ -183,7 +189,7 @@ def build_scorer(config: PPOConfig, reward: RewardManager, timers: PhaseTimer) -
         reward=reward,
         timers=timers,
         components=requirements(config).reward_components,
-        metric=groups.metric if groups.enable else None,
+        metric=groups.metric if config.algorithm.filtering else None,
     )
 
 
@@ -324,8 +330,14 @@ def prepare_reward(config: PPOConfig, tokenizer: Any) -> RewardParts:
         load_tokenizer(judge.path, trust_remote_code=judge.trust_remote_code)
     function = None
     if scoring.function_weight != 0 and config.env.name is None:  # simulators give rewards themselves
-        function = build_reward_manager(scoring, config.custom_reward_function, tokenizer, config.data.max_response_length)
+        limit, own = config.data.max_response_length, rewards_of(config.data)
+        function = build_reward_manager(scoring, config.custom_reward_function, tokenizer, limit, own)
     return RewardParts(config=config, function=function)
+
+
+def configured_function(config: PPOConfig) -> RewardFunction:
+    """Returns the reward function, with those of data sources, as it travels to where rows are scored."""
+    return reward_function(config.reward_model, config.custom_reward_function, rewards_of(config.data))
 
 
 def reward_roles(config: PPOConfig, runtime: WorkerRuntime) -> dict[str, ClassWithInitArgs]:

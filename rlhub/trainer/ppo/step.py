@@ -28,11 +28,19 @@ import torch
 from rlhub.algorithms.inputs import COMPONENT
 from rlhub.algorithms.kl import KLController, build_kl_controller
 from rlhub.checkpoint.files import FileEntry
+from rlhub.config.rules.sources import algorithms_of
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.dealing import Dealing
-from rlhub.trainer.ppo.metrics import MismatchBound, mean_metrics, mismatch_bound, row_lengths, timing_per_token
+from rlhub.trainer.ppo.metrics import (
+    MismatchBound,
+    mean_metrics,
+    mismatch_bound,
+    row_lengths,
+    source_metrics,
+    timing_per_token,
+)
 from rlhub.trainer.ppo.requirements import Requirements, requirements
 from rlhub.trainer.ppo.scoring import Samples, Scorer, Scoring, add_scores
 from rlhub.utils.timing import PhaseTimer
@@ -42,8 +50,8 @@ from rlhub.utils.timing import PhaseTimer
 class StepParts(ABC):
     """The parts of a training step, and what is the same whether it is written as one function or as a graph.
 
-    critic: None where the estimator requires no values.  kl_controller: the coefficient of the KL in the reward, which moves from
-    step to step.
+    critic: None where the estimator requires no values.  sources: the data sources of which metrics are reported.  kl_controller:
+    the coefficient of the KL in the reward, which moves from step to step.
     """
 
     config: PPOConfig
@@ -54,6 +62,7 @@ class StepParts(ABC):
     critic: WorkerGroup | None
     dealing: Dealing
     timers: PhaseTimer
+    sources: Sequence[str] = ()
     needs: Requirements = field(init=False)
     mismatch: MismatchBound = field(init=False)
     kl_controller: KLController = field(init=False)
@@ -79,9 +88,14 @@ class StepParts(ABC):
             scorings.append(self.score.submit(samples))
             batch = self.source.select(samples)
         number_samples(batch)
+        number_estimators(batch, list(algorithms_of(self.config)))
         if self.config.trainer.batches == "reference" and isinstance(batch, DataProto):
             batch.batch["prompt_length"] = row_lengths(batch) - batch.batch["response_length"]  # recordings of old lack it
         return batch, scorings
+
+    def add_scores(self, batch: Batch, scorings: Sequence[Scoring]) -> dict[str, float]:
+        """Waits for the scores of a step's samplings and adds them to the batch; returns their metrics, and the sources'."""
+        return add_scores(batch, scorings) | source_metrics(batch, self.sources)
 
     def take_notice(self, metrics: Mapping[str, float], num_rows: int) -> None:
         """Compares what the advantages were made of with the bound of the mismatch, and moves the coefficient of the KL."""
@@ -144,7 +158,7 @@ class TrainingStep(StepParts):
 
         # The rewards were computed beside the passes.  Advantages come from the actor's ranks: each computes those of its own
         # rows, with statistics of the whole batch.
-        metrics |= add_scores(batch, scorings)
+        metrics |= self.add_scores(batch, scorings)
         inputs = advantage_inputs(batch, needs, self.kl_controller.value)
         metrics |= add_outputs(batch, [self.actor.compute_advantages.submit(inputs)])
         self.take_notice(metrics, len(batch))
@@ -235,13 +249,13 @@ def add_outputs(batch: Batch, passes: Sequence[Any]) -> dict[str, float]:
 # some: none is ever written again.
 
 TOKENS = ("input_ids", "attention_mask")
-MODEL = (*TOKENS, "pixel_values", "response_mask")
+MODEL = (*TOKENS, "pixel_values", "images", "response_mask")
 REWARD = (
     *("valid", "scores", "configured_scores", "token_level_scores", "given_rewards", "added_rewards"),
     *("finish_reason", "baseline_rewards"),
 )
 ADVANTAGE = (
-    *("sample_index", "uid", "episode_id", "prompt_length", "response_length", "response_mask"),
+    *("sample_index", "uid", "episode_id", "estimator", "prompt_length", "response_length", "response_mask"),
     *("values", "old_log_probs", "ref_log_prob", "sum_pi_squared"),
     *("episode", "call", "terminated", "next_values"),
 )
@@ -250,7 +264,7 @@ ESTIMATED = ("advantages", "returns", "learn_mask")
 CORRECTION = ("sample_index", "learn_mask", "advantages", "old_log_probs", "rollout_log_probs")
 SELECTION = ("sample_index", "mini_batch", "learn_mask", "loss_mask", "advantages", "old_log_probs", "rollout_log_probs")
 POLICY = (
-    *(*TOKENS, "pixel_values", "mini_batch", "advantages"),
+    *(*TOKENS, "pixel_values", "images", "mini_batch", "advantages"),
     *("old_log_probs", "ref_log_prob", "importance_weights", "selected"),
 )
 
@@ -321,3 +335,11 @@ def count(batch: Batch, column: str) -> int:
 def number_samples(batch: Batch) -> None:
     """Adds `sample_index` (rows,) int64, the samples' numbers as they were drawn: before rows are dealt to the ranks."""
     batch.batch["sample_index"] = torch.arange(len(batch))
+
+
+def number_estimators(batch: Batch, sources: Sequence[str]) -> None:
+    """Adds `estimator` (rows,) int64, where data sources have estimators of their own: the place of the row's source among these,
+    from 1, and 0 for the rows of others."""
+    if sources:
+        numbers = {name: number for number, name in enumerate(sources, 1)}
+        batch.batch["estimator"] = torch.tensor([numbers.get(name, 0) for name in batch.non_tensor_batch["data_source"]])

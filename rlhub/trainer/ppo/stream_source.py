@@ -21,7 +21,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import dropwhile
@@ -30,6 +29,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlhub.agents.remote.actor_pool import ActorPool
 from rlhub.agents.remote.holders import Holders
@@ -50,9 +50,11 @@ from rlhub.rollout_service.executor.batches import episode_metrics, of_rows, pro
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.executor.executor import WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import Phase
+from rlhub.rollout_service.service import RolloutService
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.dealing import TRAINING_MESH, Dealing
 from rlhub.trainer.ppo.episode_scoring import OutcomeStore
+from rlhub.trainer.ppo.feedback import SamplerFeedback
 from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.sync_source import STREAMED
@@ -72,6 +74,7 @@ MAY_TRAIN = "may_train"
 class StreamSource:
     """Is the SampleSource of the asynchronous schedules.
 
+    service: the replicas; a loop of one's own adds and removes them by service.add() and service.remove(name).
     outcomes: what the reward function returned for each finished group.  holders: keep the tokens of finished groups; None: the
     executor has them.  ranks: those that train, to which the dealing deals the rows.  actor_pools: report metrics
     of their own too.
@@ -89,16 +92,19 @@ class StreamSource:
     ranks: WorkerGroup | None = None
     dealing: Dealing | None = None
     actor_pools: Sequence[ActorPool] = ()
+    service: RolloutService | None = None
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     positions: LoaderPositions = field(init=False)
+    feedback: SamplerFeedback = field(init=False)
+    _sampled: tuple[Samples, Tensor, Tensor | None] | None = field(init=False, default=None)
     _published: int | None = field(init=False, default=None)
     _drawing: bool = field(init=False, default=False)
     _frontier: int = field(init=False, default=0)
     _sampled_at: float = field(init=False, default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        self.positions = LoaderPositions(self.loader)
+        self.positions, self.feedback = LoaderPositions(self.loader), SamplerFeedback(self.loader)
 
     def publish(self) -> None:
         """Returns when the weights are written; replicas take them one by one, between two tokens, while episodes go on.  The
@@ -111,7 +117,9 @@ class StreamSource:
             self.publisher.wait()
 
     def arrived(self, version: int) -> None:
-        """Takes notice that replicas generate with this version.  Called on the event loop: training does not wait for it."""
+        """Takes notice that replicas generate with this version.  Called on the event loop: training does not wait for it.  The
+        sampler learns from the steps behind this version before further prompts are drawn."""
+        self.feedback.enter(version)
         self.executor.set_version(version)
         frontier = self.executor.first_ordinal
         self.positions.forget(frontier)
@@ -133,6 +141,7 @@ class StreamSource:
         may_train = of_rows(groups, [valid for group in groups for valid in group.valid])
         samples.batch.batch[MAY_TRAIN] = torch.tensor(may_train)
         self.metrics = self._measure(counters.result()) | episode_metrics(groups)
+        self._sampled = samples, samples.batch.batch["ordinal"].clone(), samples.batch.batch.get("episode_id", None)
         return samples
 
     def select(self, samples: Samples) -> Batch:
@@ -142,9 +151,18 @@ class StreamSource:
         return samples.batch
 
     def trained(self, step: int) -> None:
-        """Takes notice that the prompts of this step have ended."""
+        """Takes notice that the prompts of this step have ended, and of what they scored."""
+        if self._sampled is not None and (scoring := self._sampled[0].scoring) is not None:
+            _, ordinals, episodes = self._sampled
+            self.feedback.note(scoring.columns, ordinals, episodes)
+        self.feedback.trained(step)
+        self._sampled = None
         self.policy_version = step
         self.executor.trained(step)
+
+    def turned_down(self, rows: DataProto) -> None:
+        """Takes notice of the scores of a group that does not train.  Called on the event loop."""
+        self.feedback.note(rows.batch, rows.batch["ordinal"], rows.batch.get("episode_id", None))
 
     def _groups(self, step: int) -> list[Group]:
         wanted = self.config.data.train_batch_size
@@ -270,6 +288,7 @@ class StreamSource:
         """Returns the position of the first prompt that had not ended when `save` looked."""
         return {
             "loader": self.positions.state(self._frontier),
+            "feedback": self.feedback.state(),
             "policy_version": self.policy_version,
             STREAMED: {"file": ROLLOUTS_FILE},
         }
@@ -285,6 +304,7 @@ class StreamSource:
         else:
             self.executor.load_state(after_whole_batches(state))
         self.loader.load_state(state["loader"])
+        self.feedback.load_state(state.get("feedback", ()))
 
     def _load_rows(self, folder: Path, rollouts: Mapping[str, Any]) -> None:
         """Gives the rows of a checkpoint to the processes that keep them now, and enters their new homes in its state.
@@ -357,33 +377,29 @@ FILE = "prompts.jsonl"
 
 
 class LoaderPositions:
-    """Remembers the loader's state before each batch that still has prompts in work.  One thread draws, another reads."""
+    """Draws prompts from the loader, which remembers those in work.  One thread draws, another reads."""
 
     def __init__(self, loader: ResumableLoader) -> None:
         self.loader = loader
-        self._before: deque[tuple[int, dict[str, Any]]] = deque()
+        self.loader.remembers = True
         self._lock = threading.Lock()
 
     def items(self, batches: Iterator[DataProto]) -> Iterator[PromptItem]:
         """Yields the prompts of the batches, one by one."""
         while True:
             with self._lock:
-                state = self.loader.state()
                 batch = next(batches)
-                self._before.append((int(batch.batch["ordinal"][0]), state))
             yield from prompt_items(batch)
 
     def state(self, first: int) -> dict[str, Any]:
         """Returns the loader's state from which the prompt with ordinal `first` comes next, or soon."""
         with self._lock:
-            states = [state for begin, state in self._before if begin <= first]
-            return states[-1] if states else self.loader.state()
+            return self.loader.state(first)
 
     def forget(self, first: int) -> None:
-        """Drops the states that only prompts before `first` need."""
+        """Lets the loader forget prompts before `first`."""
         with self._lock:
-            while len(self._before) > 1 and self._before[1][0] <= first:
-                self._before.popleft()
+            self.loader.forget(first)
 
 
 def prompt_items(batch: DataProto) -> Iterator[PromptItem]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
@@ -23,9 +24,12 @@ from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
 from rlhub.data.order import ResumableLoader
 from rlhub.errors import CheckpointError
 from rlhub.protocol import Batch, DataProto
+from rlhub.protocol.sequences import IMAGES
 from rlhub.single_controller import WorkerGroup
 from rlhub.single_controller.worker_group import GroupMethod
 from rlhub.trainer.ppo.dynamic_sampling import DynamicSampling
+from rlhub.trainer.ppo.feedback import SamplerFeedback
+from rlhub.trainer.ppo.group_filter import load_group_filter
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.worker_groups import WeightSync
@@ -42,6 +46,16 @@ PROMPTS_IN_WORK = (
 def training_sampling(config: RolloutConfig) -> ValSamplingConfig:
     """Returns how the samples that train are drawn."""
     return ValSamplingConfig(n=config.n, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, do_sample=True)
+
+
+SAMPLING = "sampling"
+"""Key of a validation batch's meta_info with the sampling of its prompts, where their data source has its own."""
+
+
+def validation_sampling(prompts: DataProto, config: RolloutConfig) -> ValSamplingConfig:
+    """Returns how the samples of these validation prompts are drawn."""
+    own: ValSamplingConfig = prompts.meta_info.get(SAMPLING, config.val_kwargs)
+    return own
 
 
 def sampling_meta(sampling: ValSamplingConfig, *, log_probs: bool) -> dict[str, Any]:
@@ -97,8 +111,8 @@ class Generator:
         return self._generate(prompts, ValSamplingConfig(n=1, do_sample=False), self._method("greedy"), log_probs=False)
 
     def validation(self, prompts: DataProto) -> Batch:
-        """Returns val_kwargs' samples per prompt, without log-probs."""
-        return self._generate(prompts, self.config.val_kwargs, self._method("validation"), log_probs=False)
+        """Returns val_kwargs' samples per prompt, or those of its data source, without log-probs."""
+        return self._generate(prompts, validation_sampling(prompts, self.config), self._method("validation"), log_probs=False)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
         """Returns nothing: the rewards of answers are reported when they are scored."""
@@ -118,7 +132,8 @@ class Generator:
         return method.retain(key=f"{purpose}-{next(self._numbers)}") if self.by_reference else method
 
     def _generate(self, prompts: DataProto, sampling: ValSamplingConfig, method: GroupMethod, *, log_probs: bool) -> Batch:
-        request = prompts.select(batch_keys=["prompts", "attention_mask", "ordinal"], non_tensor_batch_keys=[], meta_info_keys=[])
+        names = [name for name in ("prompts", "attention_mask", "ordinal", IMAGES) if name in prompts.batch.keys()]
+        request = prompts.select(batch_keys=names, non_tensor_batch_keys=[], meta_info_keys=[])
         request.meta_info.update(sampling_meta(sampling, log_probs=log_probs))
         generated: Batch = method(request)
         generated.meta_info.clear()
@@ -139,11 +154,15 @@ class SyncSource:
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     _published: int | None = field(init=False, default=None)
     _with_greedy: bool = field(init=False)
-    _dynamic_sampling: DynamicSampling | None = field(init=False)
+    _dynamic_sampling: DynamicSampling | None = field(init=False, default=None)
+    _feedback: SamplerFeedback = field(init=False)
+    _drawn: list[tuple[Tensor, Samples]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
+        self._feedback = SamplerFeedback(self.loader)
         self._with_greedy = requirements(self.config).baseline_rewards
-        self._dynamic_sampling = DynamicSampling(self.config) if self.config.algorithm.filter_groups.enable else None
+        if self.config.algorithm.filtering:
+            self._dynamic_sampling = DynamicSampling(self.config, load_group_filter(self.config))
 
     def publish(self) -> None:
         """Sends the actor's present weights to the rollout engines, checked weight by weight; they then generate with them."""
@@ -156,7 +175,10 @@ class SyncSource:
         batch = next(prompts)
         sampled = self.generator.training(batch)
         self.metrics = self.generator.metrics(sampled)
-        return Samples(batch=sampled, greedy=self.generator.greedy(batch) if self._with_greedy else None)
+        samples = Samples(batch=sampled, greedy=self.generator.greedy(batch) if self._with_greedy else None)
+        if self._feedback.wanted:
+            self._drawn.append((sampled.batch["ordinal"].clone(), samples))
+        return samples
 
     def select(self, samples: Samples) -> Batch | None:
         """Returns the generation as it is, or what dynamic sampling makes of this one and those before it."""
@@ -167,7 +189,15 @@ class SyncSource:
         return batch
 
     def trained(self, step: int) -> None:
-        """While the critic warms up the policy, and so its version, stays what it is."""
+        """Gives the sampler what all samples of the step scored, also those that do not train.  While the critic warms up the
+        policy, and so its version, stays what it is."""
+        for ordinals, samples in self._drawn:
+            assert samples.scoring is not None, "every sample of a step is scored"
+            self._feedback.note(samples.scoring.columns, ordinals)
+        self._feedback.trained(step)
+        self._feedback.enter(step)
+        self._drawn.clear()
+        self.loader.forget(self.loader.consumed)
         if step > self.config.trainer.critic_warmup:
             self.policy_version = step
 

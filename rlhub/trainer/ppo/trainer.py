@@ -12,19 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.rules.asynchronous import is_async, is_collected, runs_ahead
 from rlhub.config.rules.embodied import evaluate_envs
 from rlhub.config.rules.placement import is_separate
+from rlhub.config.rules.sources import algorithms_of, sources_of, val_sampling
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.order import ResumableLoader
-from rlhub.data.prompts import PromptDataset, PromptLoader
+from rlhub.data.prompts import PromptDataset, PromptLoader, check_sources
+from rlhub.errors import ConfigError
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
+from rlhub.models.vision import image_reader
 from rlhub.pipeline.graph import TaskGraph
 from rlhub.pipeline.show import to_svg
 from rlhub.protocol import DataProto
+from rlhub.protocol.sequences import IMAGES
 from rlhub.rewards import RewardManager
-from rlhub.rewards.managers import reward_function
 from rlhub.rewards.srpo import SelfReference
 from rlhub.single_controller import ClassWithInitArgs, Launched
 from rlhub.tracking.tracker import Metrics
@@ -36,11 +42,11 @@ from rlhub.trainer.ppo.graph_step import GraphStep, own_shards
 from rlhub.trainer.ppo.offline_source import RECORDINGS, RecordingSource, ReplaySource, build_collected
 from rlhub.trainer.ppo.plan import step_graph
 from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
-from rlhub.trainer.ppo.scoring import build_scorer, prepare_reward, reward_roles
+from rlhub.trainer.ppo.scoring import build_scorer, configured_function, prepare_reward, reward_roles
 from rlhub.trainer.ppo.step import SampleSource, StepParts, TrainingStep
 from rlhub.trainer.ppo.stream_source import FILE as PROMPTS
 from rlhub.trainer.ppo.stream_source import PromptLog
-from rlhub.trainer.ppo.sync_source import VALIDATION_ORDINALS, Generator, SyncSource
+from rlhub.trainer.ppo.sync_source import SAMPLING, VALIDATION_ORDINALS, Generator, SyncSource
 from rlhub.trainer.ppo.validation import (
     BlockingValidation,
     ConcurrentValidation,
@@ -85,6 +91,7 @@ class PPOTrainer:
             self.run.begin_step(step)
             metrics = self.train_step(step, prompts)
             self.source.trained(step)
+            metrics |= self.loader.sampler.metrics()
             metrics["training/epoch"] = float(self.loader.epoch)
             metrics["training/policy_version"] = float(self.source.policy_version)
             last = step == self.total_steps
@@ -156,7 +163,7 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
     place_simulators(config, groups.rollout, str(run.folder.logs), stack)
     source, validation = build_source(config, data, groups, reward, run, stack)
     score = build_scorer(config, reward, run.timers)
-    train_step = build_step(graph, launched, run, groups, config=config, source=source, score=score)
+    train_step = build_step(graph, launched, run, groups, config=config, source=source, score=score, sources=data.sources)
     return PPOTrainer(
         config=config,
         run=run,
@@ -277,13 +284,14 @@ def policy_roles(
     section, trainer = config.actor_rollout_ref, config.trainer
     simulators = config.env if config.env.name is not None else None
     scores = config.reward_model.function_weight != 0 and simulators is None
-    reward = reward_function(config.reward_model, config.custom_reward_function) if scores else None
+    reward = configured_function(config) if scores else None
     own_rollout, own_reference = (is_separate(trainer, role) for role in (ROLLOUT_ROLE, REFERENCE_ROLE))
     serves = is_async(config) or bool(trainer.replay_from)  # what generates, if anything does, is no role of the workers'
     settings = {
         "train": train,
         "needs_reference": needs_reference and not own_reference,
         "algorithm": config.algorithm,
+        "by_source": algorithms_of(config),
     }
     if is_collected(config):
         actor = ClassWithInitArgs(ScoringActorWorker, section, runtime, reward=reward, **settings)
@@ -312,12 +320,14 @@ def worker_runtime(config: PPOConfig) -> WorkerRuntime:
 
 @dataclass(slots=True, kw_only=True)
 class PPOData:
-    """Holds the driver's data: tokenizer, training prompts and validation batches."""
+    """Holds the driver's data: tokenizer, training prompts and validation batches.  sources: those of the training data of which
+    metrics are reported, where there are several."""
 
     tokenizer: Any
     loader: ResumableLoader
     val_batches: Sequence[DataProto]
     total_steps: int
+    sources: Sequence[str] = ()
 
 
 def build_data(config: PPOConfig) -> PPOData:
@@ -330,24 +340,50 @@ def build_data(config: PPOConfig) -> PPOData:
         val = validation_scenes(config.env, VALIDATION_ORDINALS)
         return PPOData(tokenizer=tokenizer, loader=scenes, val_batches=val, total_steps=steps)
     assert data.train_files is not None, "checked when the configuration is loaded"
-    dataset = PromptDataset(data, data.train_files, tokenizer, vocab_size=read_vocabulary(model, tokenizer).size)
-    loader = PromptLoader(dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, drop_last=True)
+    dataset = _prompts(config, data.train_files, tokenizer)
+    loader = PromptLoader.training(dataset, data)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
-    val_batches: Sequence[DataProto] = ()
-    if data.val_files:
-        val_batches = load_validation(config, tokenizer)
-    return PPOData(tokenizer=tokenizer, loader=loader, val_batches=val_batches, total_steps=total_steps)
+    validation = validation_data(config, tokenizer) if data.val_files else None
+    check_sources(data, dataset, validation)
+    val_batches = [] if validation is None else validation_batches(config, validation)
+    sources = sorted(set(dataset.sources))
+    reported = sources if len(sources) > 1 or data.sources else []
+    return PPOData(tokenizer=tokenizer, loader=loader, val_batches=val_batches, total_steps=total_steps, sources=reported)
 
 
-def load_validation(config: PPOConfig, tokenizer: Any) -> list[DataProto]:
-    """Returns the validation prompts in batches, with ordinals of their own."""
-    data, vocabulary = config.data, read_vocabulary(config.actor_rollout_ref.model, tokenizer)
-    assert data.val_files is not None, "the caller has asked"
-    dataset = PromptDataset(data, data.val_files, tokenizer, vocab_size=vocabulary.size)
-    size = data.val_batch_size or len(dataset)
-    batches = list(PromptLoader(dataset, size, shuffle=False, drop_last=False))
-    for batch in batches:
-        batch.batch["ordinal"] = batch.batch["ordinal"] + VALIDATION_ORDINALS
+def validation_data(config: PPOConfig, tokenizer: Any) -> PromptDataset:
+    """Reads the validation files."""
+    assert config.data.val_files is not None, "the caller has asked"
+    return _prompts(config, config.data.val_files, tokenizer)
+
+
+def _prompts(config: PPOConfig, files: str | list[str], tokenizer: Any) -> PromptDataset:
+    """Reads prompts from these files.  Raises ConfigError for pictures in them with a schedule that does not carry any."""
+    model = config.actor_rollout_ref.model
+    vocabulary, reader = read_vocabulary(model, tokenizer), image_reader(model)
+    dataset = PromptDataset(config.data, files, tokenizer, vocab_size=vocabulary.size, reader=reader)
+    if any(dataset.images) and is_async(config):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.mode=async: rows of {files} have pictures (column {IMAGES!r}), and episodes read text "
+            "alone; set actor_rollout_ref.rollout.mode=sync"
+        )
+    return dataset
+
+
+def validation_batches(config: PPOConfig, dataset: PromptDataset) -> list[DataProto]:
+    """Returns the validation prompts in batches, with ordinals of their own.  Prompts whose data source has a sampling of its own
+    are batches of their own, which carry it."""
+    own, size = sources_of(config.data), config.data.val_batch_size or len(dataset)
+    kinds = [source if source in own and own[source].val_kwargs else None for source in dataset.sources]
+    batches = []
+    for kind in dict.fromkeys(kinds):
+        rows = np.array([row for row, other in enumerate(kinds) if other == kind])
+        for chosen in (rows[first : first + size] for first in range(0, len(rows), size)):
+            batch = dataset.batch(chosen)
+            batch.batch["ordinal"] = torch.from_numpy(chosen) + VALIDATION_ORDINALS
+            if kind is not None:
+                batch.meta_info[SAMPLING] = val_sampling(config, kind)
+            batches.append(batch)
     return batches
 
 
@@ -363,7 +399,9 @@ def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Callable[
         groups.weights.sync(0)
         scenes = validation_scenes(config.env, VALIDATION_ORDINALS)
         return episode_validator(config, scenes, tokenizer, EpisodeGenerator(groups.rollout, config.actor_rollout_ref.rollout))
-    batches = load_validation(config, tokenizer)
+    prompts = validation_data(config, tokenizer)
+    check_sources(config.data, None, prompts)
+    batches = validation_batches(config, prompts)
     parts = prepare_reward(config, tokenizer)
     stack.callback(parts.close)
     runtime = worker_runtime(config)

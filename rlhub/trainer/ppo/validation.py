@@ -26,6 +26,7 @@ from rlhub.rewards.rows import ROW_TOKENS, response_texts, rows_here
 from rlhub.tracking.spans import RecordSpan, ignore_span
 from rlhub.tracking.tracker import GenerationRow
 from rlhub.trainer.ppo.episodes import EpisodeSamples
+from rlhub.trainer.ppo.sync_source import validation_sampling
 from rlhub.trainer.ppo.validation_metrics import ScoredSamples, correctness, joined, validation_metrics
 from rlhub.utils.timing import PhaseTimer
 
@@ -45,7 +46,7 @@ class ValidationSamples(Protocol):
     config: RolloutConfig
 
     def validation(self, prompts: DataProto) -> Batch:
-        """Returns val_kwargs' samples per prompt, neighbours in prompt order, with the current policy.
+        """Returns samples of each prompt as `validation_sampling` says, neighbours in prompt order, with the current policy.
 
         Where a workflow's own rewards are a column `scores`, or a sample could not be scored within its episode, the object
         column `reward_outcome` says which samples failed."""
@@ -72,19 +73,20 @@ class Validator:
 
     def __call__(self) -> ValidationReport:
         """Evaluates the current policy.  Of responses by reference only those that are shown come to this process."""
-        n = self.generator.config.val_kwargs.n
         scored: list[ScoredSamples] = []
         sources: list[str] = []
+        counts: list[int] = []
         shown: list[GenerationRow] = []
         for prompts in self.batches:
-            batch = self.generator.validation(prompts)
+            batch, n = self.generator.validation(prompts), validation_sampling(prompts, self.generator.config).n
             scored.append(self._scored(batch))
             sources.extend(batch.non_tensor_batch["data_source"][::n].tolist())
+            counts.extend([n] * (len(sources) - len(counts)))
             if len(shown) < self.num_shown:
                 shown.extend(self._shown(batch, scored[-1], self.num_shown - len(shown)))
             if isinstance(batch, BatchRef):
                 batch.drop()
-        return ValidationReport(metrics=validation_metrics(joined(scored), sources, n), samples=shown)
+        return ValidationReport(metrics=validation_metrics(joined(scored), sources, counts), samples=shown)
 
     def _scored(self, batch: Batch) -> ScoredSamples:
         """Scores a batch by the reward, or by the workflows' own rewards where they set some."""

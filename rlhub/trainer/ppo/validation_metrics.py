@@ -66,9 +66,13 @@ def joined(parts: Sequence[ScoredSamples]) -> ScoredSamples:
     return ScoredSamples(scores=scores, correct=correct, valid=valid, lengths=lengths, details=details, failures=dict(failures))
 
 
-def validation_metrics(samples: ScoredSamples, sources: Sequence[str], n: int) -> dict[str, float]:
-    """Returns every metric of one validation.  sources: one per prompt.  What needs a valid sample and has none is left out."""
-    correct, valid = samples.correct.reshape(-1, n), samples.valid.reshape(-1, n)
+def validation_metrics(samples: ScoredSamples, sources: Sequence[str], n: int | Sequence[int]) -> dict[str, float]:
+    """Returns every metric of one validation.  sources: one per prompt.  n: the samples of each prompt, equally many for those of
+    a source.  What needs a valid sample and has none is left out."""
+    counts = np.broadcast_to(n, len(sources))
+    places = np.arange(counts.max(initial=1)) < counts[:, None]
+    correct, valid = np.zeros_like(places), np.zeros_like(places)
+    correct[places], valid[places] = samples.correct, samples.valid
     counted = samples.scores[samples.valid].astype(np.float64)
     metrics = {
         **pass_metrics("val", correct, valid),
@@ -78,8 +82,9 @@ def validation_metrics(samples: ScoredSamples, sources: Sequence[str], n: int) -
     }
     for source in sorted(set(sources)):
         prompts = np.array([one == source for one in sources])
-        metrics |= pass_metrics(f"val/{source}", correct[prompts], valid[prompts])
-        metrics |= source_metrics(source, samples, prompts, n)
+        own_n = int(counts[prompts][0])
+        metrics |= pass_metrics(f"val/{source}", correct[prompts, :own_n], valid[prompts, :own_n])
+        metrics |= source_metrics(source, samples, prompts.repeat(counts), own_n)
     return metrics | failure_metrics(samples)
 
 
@@ -132,11 +137,11 @@ def pass_metrics(prefix: str, correct: np.ndarray, valid: np.ndarray) -> dict[st
 # --- mean, best, worst and majority of k -----------------------------------------------------------------------------------
 
 
-def source_metrics(source: str, samples: ScoredSamples, prompts: np.ndarray, n: int) -> dict[str, float]:
-    """Returns val-core/<source>/... and val-aux/<source>/... of the prompts of one data source, (all prompts,) bool."""
+def source_metrics(source: str, samples: ScoredSamples, rows: np.ndarray, n: int) -> dict[str, float]:
+    """Returns val-core/<source>/... and val-aux/<source>/... of the rows of one data source, (all rows,) bool."""
 
     def of_source(column: np.ndarray) -> np.ndarray:
-        return np.asarray(column.reshape(-1, n)[prompts])
+        return np.asarray(column[rows].reshape(-1, n))
 
     valid = of_source(samples.valid)
     votes = None

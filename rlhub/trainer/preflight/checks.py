@@ -19,10 +19,11 @@ from typing import Any
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
 from rlhub.checkpoint.store import CheckpointStore
 from rlhub.config.devices import count_gpus, driver_problem, gpu_memory_gb, torch_has_cuda
-from rlhub.config.names import read_source, unknown
+from rlhub.config.names import read_source, target_problems, unknown
 from rlhub.config.rules import checks, effects, embodied, placement
 from rlhub.config.rules.engines import Engine, engines, role_ranks
 from rlhub.config.rules.parallel import check_section
+from rlhub.config.rules.sources import estimators_of
 from rlhub.config.sections import rollout_correction
 from rlhub.config.sections.ppo import DataConfig, PPOConfig
 from rlhub.config.sections.preference import DPOConfig, PreferenceDataConfig, RMConfig
@@ -30,6 +31,7 @@ from rlhub.config.sections.reward import CustomRewardConfig, ScoringModelConfig
 from rlhub.config.sections.sft import SFTConfig, SFTDataConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.data import check_columns, check_episode_folders, check_files
+from rlhub.data.samplers import sampler_problems
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import ConfigError
@@ -48,8 +50,8 @@ from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.recorder import TRACKERS, login_problems, package_problems
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.trainer.ppo.plan import step_graph
-from rlhub.trainer.ppo.requirements import check_group_metric
-from rlhub.trainer.preflight.memory import check_memory, estimate_memory, warn_of_memory
+from rlhub.trainer.ppo.requirements import check_estimators, check_group_metric, estimators_known, required
+from rlhub.trainer.preflight.memory import check_memory, choose_recompute, estimate_memory, warn_of_memory
 from rlhub.trainer.preflight.model_folders import HUB_NAME, check_length, read_shape
 from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine, check_weights_reach
 
@@ -90,9 +92,8 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
         *check_episodes(config),
         *check_rollout_engine(config),
     ]
-    if config.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:
-        requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
-        problems += checks.check_requirements(config, requires)
+    if estimators_known(config):
+        problems += check_estimators(config)
         if config.actor_rollout_ref.actor.policy_loss.loss_mode in POLICY_LOSSES:
             problems += problems_of(lambda: step_graph(config))
     for warning in [] if problems else [*warnings(config, set_keys), *checks.notes(config), *surprises(config)]:
@@ -103,9 +104,10 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
 def check_training(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
     """Checks as `check` does, for a job that trains and does not only evaluate."""
     problems = [*check(config, set_keys), *check_weights_reach(config)]
-    if config.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:
-        requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
-        problems += embodied.requirement_problems(config, requires)
+    for key, own in estimators_of(config).items() if estimators_known(config) else ():
+        requires = ADVANTAGE_ESTIMATORS.row(own.adv_estimator).requires
+        found = embodied.requirement_problems(config, requires, f"{key}.adv_estimator={own.adv_estimator}")
+        problems += [problem for problem in found if problem not in problems]
     return problems or _memory_problems(config)
 
 
@@ -152,22 +154,23 @@ def warnings(config: PPOConfig, set_keys: AbstractSet[str]) -> list[str]:
 
     config: a configuration without problems.
     """
-    requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
+    requires, used = required(config), [own.adv_estimator for own in estimators_of(config).values()]
     estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
     loss = f"{_ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}"
     rules: list[effects.Dead] = [
         ("values" not in requires, ("critic.", "trainer.critic_warmup"), f"{estimator} has no critic"),
         _no_reference(config, requires),
         _twice_weighted(config, loss),
-        *_components_only(config, estimator, requires),
+        *(_components_only(config, estimator, requires) if len(used) == 1 else ()),
     ]
-    for section, registry, name, chosen in (
-        ("algorithm", ADVANTAGE_ESTIMATORS, config.algorithm.adv_estimator, estimator),
-        (_ACTOR, POLICY_LOSSES, config.actor_rollout_ref.actor.policy_loss.loss_mode, loss),
+    for section, registry, names, chosen in (
+        ("algorithm", ADVANTAGE_ESTIMATORS, used, estimator),
+        (_ACTOR, POLICY_LOSSES, [config.actor_rollout_ref.actor.policy_loss.loss_mode], loss),
     ):
         mentioned = [knob for knob in _SHARED_KNOBS[section] if f"{section}.{knob}" in set_keys]
         if mentioned:
-            unread = tuple(f"{section}.{knob}" for knob in mentioned if knob not in _knob_names(registry, name))
+            known = frozenset().union(*(_knob_names(registry, name) for name in names))
+            unread = tuple(f"{section}.{knob}" for knob in mentioned if knob not in known)
             rules.append((True, unread, f"{chosen} does not read it"))
     return effects.without_effect(config, set_keys, rules)
 
@@ -242,8 +245,9 @@ def check_names(config: PPOConfig) -> list[str]:
     """Returns the problems of registered parts: unknown names, missing packages, and knobs that a part does not have."""
     algorithm, actor, reward = config.algorithm, config.actor_rollout_ref.actor, config.reward_model
     engine = resolve_engine_name(config.actor_rollout_ref.rollout.name)
+    estimators = estimators_of(config)
     named: list[tuple[str, Registry[Any], str]] = [
-        ("algorithm.adv_estimator", ADVANTAGE_ESTIMATORS, algorithm.adv_estimator),
+        *((f"{key}.adv_estimator", ADVANTAGE_ESTIMATORS, own.adv_estimator) for key, own in estimators.items()),
         ("algorithm.kl_penalty", KL_ESTIMATORS, algorithm.kl_penalty),
         (f"{_ACTOR}.policy_loss.loss_mode", POLICY_LOSSES, actor.policy_loss.loss_mode),
         (f"{_ACTOR}.kl_loss_type", KL_ESTIMATORS, actor.kl_loss_type),
@@ -257,8 +261,10 @@ def check_names(config: PPOConfig) -> list[str]:
         advice = f"bash scripts/setup_env.sh installs it; engines that do without: {free}"
         problems.append(f"{_ROLLOUT}.name={engine}: {', '.join(missing)} is not installed ({advice})")
     problems += check_trackers(config.trainer.logger)
+    problems += sampler_problems(config.data)
+    problems += target_problems("algorithm.group_filter", algorithm.group_filter) if algorithm.group_filter else []
     for key, registry, name, section, kwargs in (
-        ("algorithm.adv_kwargs", ADVANTAGE_ESTIMATORS, algorithm.adv_estimator, algorithm, algorithm.adv_kwargs),
+        *((f"{key}.adv_kwargs", ADVANTAGE_ESTIMATORS, own.adv_estimator, own, own.adv_kwargs) for key, own in estimators.items()),
         (f"{_ACTOR}.policy_loss.kwargs", POLICY_LOSSES, actor.policy_loss.loss_mode, actor, actor.policy_loss.kwargs),
         ("reward_model.reward_kwargs", REWARD_MANAGERS, reward.reward_manager, reward, reward.reward_kwargs),
     ):
@@ -459,6 +465,7 @@ def _memory_problems(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> li
     device_gb = gpu_memory_gb() if _uses_gpus_here(config.trainer) else None
     if device_gb is None or (problems := check_memory(config, device_gb)):
         return [] if device_gb is None else problems
+    choose_recompute(config, device_gb)
     for line in estimate_memory(config, device_gb):
         logger.info(line)
     for sentence in warn_of_memory(config, device_gb):

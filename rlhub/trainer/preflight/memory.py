@@ -8,6 +8,7 @@ top; rows are often shorter than the longest, so that a pass that would not fit 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.sft import SFTConfig
-from rlhub.config.sections.training import MegatronConfig, ModelConfig
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Recompute
 from rlhub.engines.rollout.registry import memory_share
 from rlhub.errors import ConfigError
 from rlhub.models.shape import count_params, read_model_shape
@@ -29,6 +30,9 @@ from rlhub.trainer.preflight.model_bytes import Bytes, Pass, at_rest, bytes_of, 
 
 Config = PPOConfig | SFTConfig | DPOConfig | RMConfig
 GIB = float(1 << 30)
+FILLED = 0.9
+"""The share of a GPU that an estimate may fill where it chooses: kernels' workspaces, fragments and libraries take the rest."""
+logger = logging.getLogger(__name__)
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -122,6 +126,32 @@ def warn_of_memory(config: Config, device_gb: float) -> list[str]:
                     f"{total / GIB:.1f} GiB, more than {device_gb:.1f}; if it runs out of memory, change {_either(cures)}"
                 )
     return found
+
+
+def choose_recompute(config: Config, device_gb: float) -> None:
+    """Sets recompute_granularity=auto of each model that trains to the least recomputation with which its largest pass fits a GPU
+    of `device_gb` GiB.  A model of unknown size stays as it is, which is full."""
+    for engine, trained in _models(config):
+        section = engine.section
+        if not trained or not isinstance(section, FSDPConfig) or section.recompute_granularity != "auto":
+            continue
+        ways: tuple[Recompute, ...] = ("none", "selective", "full")
+        if not engine.role_model.model.enable_gradient_checkpointing or _num_params(engine.role_model.model) is None:
+            continue
+        for way in ways:
+            section.recompute_granularity = way
+            if way == "full" or _update_bytes(config, engine.key, device_gb) <= FILLED * device_gb * GIB:
+                logger.info("%s.recompute_granularity=auto is %s, by the memory estimate", engine.key, way)
+                break
+
+
+def _update_bytes(config: Config, key: str, device_gb: float) -> float:
+    """Returns the bytes that are on a GPU while the model with that section is updated."""
+    for pool in tenants_of(config).values():
+        for model in pool.models:
+            if model.key == key:
+                return _terms(pool, model, device_gb)[1]
+    return 0.0
 
 
 def tenants_of(config: Config) -> dict[str, Tenants]:

@@ -14,7 +14,7 @@ from rlhub.config.rules.engines import Engine
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
-from rlhub.config.sections.training import FSDPConfig, MegatronConfig, Section
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, Section, recompute_of
 from rlhub.models.shape import ModelShape
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
@@ -112,11 +112,13 @@ def _pass(
     share = max(-(-rows // num_parts), 1)
     limit = f"{prefix}max_token_len_per_gpu" if by_tokens else f"{prefix}micro_batch_size_per_gpu"
     most = min(by_rows or share, share) * longest if by_tokens is None else min(by_tokens, share * longest)
-    stored = engine.role_model.model.enable_gradient_checkpointing
-    return Pass(
-        num_tokens=most,
-        cures=(f"{limit} (less)", *(() if stored else (f"{engine.role_model.model_key}.enable_gradient_checkpointing=true",))),
-    )
+    model, section = engine.role_model.model, engine.section
+    cures = [f"{limit} (less)"]
+    if not model.enable_gradient_checkpointing:
+        cures.append(f"{engine.role_model.model_key}.enable_gradient_checkpointing=true")
+    elif recompute_of(model, section) != "full":
+        cures.append(f"{engine.key}.recompute_granularity=full")
+    return Pass(num_tokens=most, cures=tuple(cures))
 
 
 def compute_bytes(section: Section, device: str) -> int:
@@ -133,20 +135,20 @@ def pass_bytes(engine: Engine, shape: ModelShape, num_tokens: int, *, device: st
     """
     section, model = engine.section, engine.role_model.model
     item, cuts, own = compute_bytes(section, device), 1, num_tokens
-    checkpointing = model.enable_gradient_checkpointing
+    recompute = recompute_of(model, section)
     if isinstance(section, MegatronConfig):
         cuts, own = section.tensor_model_parallel_size, num_tokens // section.context_model_parallel_size
-        checkpointing = checkpointing and section.recompute_granularity == "full"
-    kept, in_layer = shape.activation_bytes(own, item, checkpointing=checkpointing)
+        recompute = "full" if recompute == "full" else "none"  # what it recomputes else, attention's scores, no kernel keeps
+    kept, in_layer = shape.activation_bytes(own, item, recompute=recompute)
     in_head = _head_bytes(shape, own, item, device, trained=model.lora_rank == 0) if head else 0.0
     return (kept + max(in_layer, in_head)) / cuts
 
 
 def _head_bytes(shape: ModelShape, num_tokens: int, item: int, device: str, *, trained: bool) -> float:
-    """Returns the bytes of two chunks of logits in float32, of the head's gradient in float32, and of one chunk's product that is
-    added to it."""
+    """Returns the bytes of two chunks of logits and of the head's gradient, both in float32, and of one chunk's product, which is
+    a tensor of its own only in half precision."""
     logits = min(LOGITS[device], num_tokens * shape.vocab_size / 2)
-    return 4.0 * 2 * logits + ((4 + item) * shape.vocab_size * shape.hidden_size if trained else 0)
+    return 4.0 * 2 * logits + ((4 + item % 4) * shape.vocab_size * shape.hidden_size if trained else 0)
 
 
 def gathered_bytes(section: Section, shape: ModelShape, num_params: int, num_shards: int, device: str, *, trained: bool) -> float:

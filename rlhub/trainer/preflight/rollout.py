@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhub.agents.workflows.knobs import AgentKnobs, EnvironmentKnobs, ToolKnobs
-from rlhub.agents.workflows.registry import WHERE, WORKFLOWS, default_workflow, fill_knobs, workflow_kwargs
+from rlhub.agents.workflows.knobs import AgentKnobs, EndpointKnobs, EnvironmentKnobs, OnlineKnobs, ToolKnobs
+from rlhub.agents.workflows.registry import WHERE, WORKFLOWS, default_workflow, fill_knobs, split_name, workflow_kwargs
 from rlhub.config.names import read_source, settings_problems, target_problems, unknown
 from rlhub.config.rules import asynchronous
+from rlhub.config.rules.sources import sources_of
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rollout import MultiTurnConfig
-from rlhub.data import AGENT_NAME, has_column
+from rlhub.config.sections.rollout import MultiTurnConfig, RolloutConfig
+from rlhub.data import AGENT_NAME, has_column, texts_of
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, most_replicas, resolve_engine_name
 from rlhub.envs.registry import ENVIRONMENTS
 from rlhub.errors import ConfigError
 from rlhub.registry import suggest
-from rlhub.tools.registry import TOOL_FORMATS, TOOLS
+from rlhub.tools.registry import TOOLS, reply_problems
 from rlhub.tools.toolbox import read_tool_file
+from rlhub.trainer.ppo.requirements import requirements
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -28,10 +31,10 @@ def check_episodes(config: PPOConfig) -> list[str]:
     if not asynchronous.is_async(config):
         return []
     scoring = config.reward_model
-    problems = [*_check_workflow(config), *_check_tools(config)]
-    if config.algorithm.filter_groups.enable and (scoring.function_weight == 0 or scoring.enable or scoring.judge.model.path):
+    problems = [*_check_workflow(config), *_check_source_workflows(config), *_check_tools(config)]
+    if config.algorithm.filtering and (scoring.function_weight == 0 or scoring.enable or scoring.judge.model.path):
         problems.append(
-            f"algorithm.filter_groups.enable=true with {_ROLLOUT}.mode=async compares the samples of a prompt once they are "
+            f"{config.algorithm.filtering} with {_ROLLOUT}.mode=async compares the samples of a prompt once they are "
             "finished, which takes a reward function alone: switch reward_model.enable and the judge off (and function_weight "
             f"on), or set {_ROLLOUT}.mode=sync"
         )
@@ -61,12 +64,30 @@ def _engine_problems(config: PPOConfig, *, trains: bool) -> list[str]:
         return []  # nothing generates here, or the name is a problem of its own
     judge = ROLLOUT_ENGINES.companion(name, "problems")
     found: list[str] = judge(rollout, trains=trains) if judge is not None else []
-    return [*found, *model_problems(name, config.actor_rollout_ref.model, where=f"{_ROLLOUT}.name")]
+    return [*found, *_check_replicas(rollout), *model_problems(name, config.actor_rollout_ref.model, where=f"{_ROLLOUT}.name")]
+
+
+def _check_replicas(rollout: RolloutConfig) -> list[str]:
+    """Returns the problems of bounds on the number of replicas that an engine with servers of its own cannot reach."""
+    most, given = most_replicas(rollout), {"min_replicas": rollout.min_replicas, "max_replicas": rollout.max_replicas}
+    return [
+        f"{_ROLLOUT}.{key}={number} with {_ROLLOUT}.name={rollout.name}: its configuration has servers for {most} replicas; "
+        "lower it, or add a server (remote.urls)"
+        for key, number in given.items()
+        if most is not None and number is not None and number > most
+    ]
 
 
 def _check_workflow(config: PPOConfig) -> list[str]:
-    """Returns the problems of the default workflow, which runs the rows that name none."""
-    name, key = default_workflow(config.actor_rollout_ref.rollout), f"{_ROLLOUT}.agent.default_agent_loop"
+    """Returns the problems of the default workflow, which runs the rows that name none, and of those that have targets."""
+    name = default_workflow(config.actor_rollout_ref.rollout)
+    targets = _named_targets(config, name)
+    problems = [] if name in targets else _check_default(config, name)
+    return problems + [problem for each in sorted(targets) for problem in _check_target(config, each)]
+
+
+def _check_default(config: PPOConfig, name: str) -> list[str]:
+    key = f"{_ROLLOUT}.agent.default_agent_loop"
     if ":" in name:
         return target_problems(key, name) or _check_own_workflow(config, key, name)
     if problems := unknown(key, WORKFLOWS, name):
@@ -77,8 +98,40 @@ def _check_workflow(config: PPOConfig) -> list[str]:
     return _check_knobs(config, knobs, name)
 
 
+def _named_targets(config: PPOConfig, default: str) -> set[str]:
+    """Returns the names, of the default, of rows and of sources, that give a registered workflow its target."""
+    names = {default} | texts_of(config.data.train_files, AGENT_NAME) | texts_of(config.data.val_files, AGENT_NAME)
+    names |= {source.agent_name for source in sources_of(config.data).values() if source.agent_name}
+    return {name for name in names if split_name(name)[0] != name}
+
+
+def _check_target(config: PPOConfig, name: str) -> list[str]:
+    registered, target = split_name(name)
+    knobs: Any = WORKFLOWS.knobs_class(registered)
+    problems = [] if _rows_choose(config) else _check_knobs(config, knobs, name)
+    if problems:
+        return problems
+    known = {field.name for field in dataclasses.fields(knobs)}
+    own = {key: value for key, value in workflow_kwargs(config.actor_rollout_ref.rollout).items() if key in known}
+    judge = WORKFLOWS.companion(registered, "problems")
+    return list(judge(knobs(**own), target)) if judge is not None else []
+
+
+def _check_source_workflows(config: PPOConfig) -> list[str]:
+    """Returns the problems of the workflows of data sources that have their own."""
+    named = {f"data.sources.{name}.agent_name": source.agent_name for name, source in sources_of(config.data).items()}
+    return [
+        problem
+        for key, name in named.items()
+        if name and not split_name(name)[1]
+        for problem in (target_problems(key, name) if ":" in name else unknown(key, WORKFLOWS, name))
+    ]
+
+
 def _rows_choose(config: PPOConfig) -> bool:
-    """Returns True where rows of the data name their workflows, whose settings may be the ones given."""
+    """Returns True where rows of the data, or their sources, name their workflows, whose settings may be the ones given."""
+    if any(source.agent_name for source in sources_of(config.data).values()):
+        return True
     return any(has_column(files, AGENT_NAME) for files in (config.data.train_files, config.data.val_files))
 
 
@@ -121,19 +174,46 @@ def _check_knobs(config: PPOConfig, cls: type, name: str) -> list[str]:
         return [f"{problem} (workflow {name})" for problem in error.problems]
     except TypeError as error:  # raised by the user's own class
         return [f"{WHERE}: {cls.__name__} of workflow {name} must have a default for every setting: {error}"]
-    return _check_named(knobs, name)
+    problems = _check_named(knobs, name)
+    return [*problems, *_check_online(config, knobs)] if isinstance(knobs, OnlineKnobs) else problems
+
+
+def _check_online(config: PPOConfig, knobs: OnlineKnobs) -> list[str]:
+    """Returns the problems of sessions that applications open: these know one address, at which only training's episodes are."""
+    problems, agent = [], config.actor_rollout_ref.rollout.agent
+    try:
+        knobs.read_key()
+    except ConfigError as error:
+        problems += [f"{WHERE}.{problem}" for problem in error.problems]
+    if (agent.num_workers or 0) > 1:
+        problems.append(
+            f"{_ROLLOUT}.agent.num_workers={agent.num_workers} with workflow {agent.default_agent_loop}: applications open "
+            "their sessions at one address; set it to 1, or to 0"
+        )
+    if config.trainer.test_freq > 0:
+        problems.append(
+            f"trainer.test_freq={config.trainer.test_freq} with workflow {agent.default_agent_loop}: no application takes "
+            "validation's episodes; set trainer.test_freq=-1, or give all rows an agent_name, those of data.val_files single_turn"
+        )
+    if requirements(config).baseline_rewards:
+        problems.append(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} with workflow {agent.default_agent_loop}: no application "
+            "takes the greedy episode of each prompt; choose another estimator, such as grpo"
+        )
+    return problems
 
 
 def _check_named(knobs: Any, workflow: str) -> list[str]:
     """Returns the problems of the tools, environments and agents that a workflow's settings name."""
     problems: list[str] = []
     if isinstance(knobs, ToolKnobs):
-        problems += unknown(f"{_ROLLOUT}.multi_turn.format", TOOL_FORMATS, knobs.format)
+        problems += reply_problems(f"{_ROLLOUT}.multi_turn.format", knobs.format, knobs.reasoning_parser)
         problems += _check_entries(knobs.tools, f"{WHERE}.tools")
     if isinstance(knobs, EnvironmentKnobs):
         problems += _check_environment(knobs, workflow)
+    if isinstance(knobs, EndpointKnobs):
+        problems += reply_problems(f"{WHERE}.format", knobs.format, knobs.reasoning_parser)
     if isinstance(knobs, AgentKnobs):
-        problems += unknown(f"{WHERE}.format", TOOL_FORMATS, knobs.format)
         problems += _check_agent(knobs.agent, workflow)
     return problems
 

@@ -7,14 +7,12 @@ import socket
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rlhub.config.devices import count_gpus, driver_problem, torch_has_cuda
 from rlhub.config.names import unknown
 from rlhub.config.sections.serve import MAX_PORT, ServeConfig, ServerConfig, problems
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
-from rlhub.registry import Registry
-from rlhub.tools.registry import TOOL_FORMATS
+from rlhub.tools.registry import reply_problems
 from rlhub.trainer.preflight.checks import import_plugins
 from rlhub.trainer.preflight.model_folders import check_length, read_shape
 
@@ -26,11 +24,8 @@ def check(config: ServeConfig, set_keys: AbstractSet[str]) -> list[str]:
     """Returns the problems of a server's configuration; [] if it can start.  set_keys: the keys that the user set."""
     plugins = [problem.removeprefix("trainer.") for problem in import_plugins(config.plugins)]
     engine = resolve_engine_name(config.rollout.name)
-    names: list[tuple[str, Registry[Any], str]] = [
-        ("rollout.name", ROLLOUT_ENGINES, engine),
-        ("server.tool_format", TOOL_FORMATS, config.server.tool_format),
-    ]
-    misnamed = [problem for key, registry, name in names for problem in unknown(key, registry, name)]
+    misnamed = unknown("rollout.name", ROLLOUT_ENGINES, engine)
+    misnamed += reply_problems("server.tool_format", config.server.tool_format, config.server.reasoning_parser)
     found = [*problems(config, set_keys), *plugins, *misnamed, *_model_problems(config), *_engine_problems(config, engine)]
     return [*found, *_device_problems(config), *_address_problems(config.server), *_file_problems(config.server)]
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from rlhub.algorithms.masked import Denominators
 from rlhub.config.sections.actor import ActorConfig
-from rlhub.config.sections.training import FSDPConfig, ModelConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig, Recompute
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, TrainEngine
 from rlhub.engines.training.collectives import check_finite
-from rlhub.engines.training.updates import PolicyUpdater, count_denominators, sft_loss, take_steps
+from rlhub.engines.training.updates import PolicyUpdater, count_denominators, sft_loss
+from rlhub.models.packed_attention import use_flash_attention_3
 from rlhub.models.shape import count_params
 from rlhub.models.throughput import ThroughputMeter
 from rlhub.trainer.preflight.model_bytes import bytes_of
@@ -45,33 +46,40 @@ COMPILED = "0.5B"
 """The model whose bare loop is compiled too, which takes a minute."""
 SHORTEST_S = 20.0
 """With less time left no further part is tried."""
-MISSING = ("fused vocabulary head (one kernel)", "torch.compile of each layer", "selective checkpointing", "FlashAttention 3")
-"""What makes an update faster elsewhere, and the training engine lacks."""
+Engine = tuple[Recompute, bool]
+"""What an engine computes again in the backward pass, and whether its blocks and the head are compiled."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Job:
     """An update to measure.
 
-    checkpointing: activations are computed again in the backward pass.
+    engine: what is computed again, and whether it is compiled.
     entropy: "none" does not compute it, "reported" computes it without a gradient, as a run does by default, "in the loss" too.
     """
 
     num_tokens: int
-    checkpointing: bool
+    engine: Engine
     entropy: str = "reported"
 
     @property
     def name(self) -> str:
-        return f"{self.num_tokens} tokens, checkpointing {'on' if self.checkpointing else 'off'}, entropy {self.entropy}"
+        recompute, compiled = self.engine
+        way = f"recompute {recompute}, {'compiled' if compiled else 'eager'}"
+        return f"{self.num_tokens} tokens, {way}, entropy {self.entropy}"
 
 
 def jobs(small: bool) -> list[Job]:
-    """Returns the updates of one model, those with one engine side by side."""
+    """Returns the updates of one model, those with one engine side by side; small ones are not compiled, which takes minutes on a
+    CPU."""
     half, whole = (512, 1024) if small else (8192, 16384)
-    found = [Job(num_tokens=half, checkpointing=True, entropy=entropy) for entropy in ("reported", "none", "in the loss")]
-    found += [Job(num_tokens=whole, checkpointing=True)]
-    return found + [Job(num_tokens=tokens, checkpointing=False) for tokens in (half, whole)]
+    found = [Job(num_tokens=half, engine=("full", False)), Job(num_tokens=half, engine=("none", False))]
+    ways: tuple[Recompute, ...] = ("full", "selective", "none")
+    for engine in [(way, not small) for way in ways]:
+        found += [Job(num_tokens=tokens, engine=engine) for tokens in (half, whole)]
+    best: Engine = ("selective", not small)
+    found += [Job(num_tokens=half, engine=best, entropy=entropy) for entropy in ("none", "in the loss")]
+    return list(dict.fromkeys(found))
 
 
 def update(context: Context) -> None:
@@ -80,8 +88,11 @@ def update(context: Context) -> None:
         with context.rows.trying(name):
             rates = _part(context, our_updates, name)
             _part(context, bare_updates, name, rates)
-    for what in MISSING:
-        context.rows.add(what, status="not there", note="the training engine has none yet")
+    fa3 = "FlashAttention 3"
+    if use_flash_attention_3(context.device):
+        context.rows.add(fa3, status="ok", note="the updates ran on it")
+    else:
+        context.rows.add(fa3, status="not there", note="the updates ran on FlashAttention 2, or on the CPU's kernels")
 
 
 def _part(context: Context, function: Callable[..., Any], name: str, *arguments: object) -> Any:
@@ -101,18 +112,22 @@ def rows_for(context: Context, name: str, num_tokens: int) -> dict[str, Tensor]:
 def our_updates(context: Context, name: str, folder: Path) -> dict[str, float]:
     """Measures all updates of a model; returns tokens a second by the job's name."""
     rates: dict[str, float] = {}
-    for checkpointing in (True, False):
-        chosen = [job for job in jobs(context.small) if job.checkpointing == checkpointing]
+    everything = jobs(context.small)
+    for number, way in enumerate(dict.fromkeys(job.engine for job in everything)):
+        chosen = [job for job in everything if job.engine == way]
         release(context.device)
         before = used_bytes(context.device)
         engine = train_engine(
-            folder, context.device, max_tokens=max(job.num_tokens for job in chosen), checkpointing=checkpointing
+            folder,
+            context.device,
+            max_tokens=max(job.num_tokens for job in chosen),
+            section=FSDPConfig(recompute_granularity=way[0], use_torch_compile=way[1]),
         )
-        for number, job in enumerate(chosen):
+        for job in chosen:
             with context.rows.trying(f"{name}: update, {job.name}"):
                 rates[job.name] = _measure(context, name, folder, engine, job)
-                if checkpointing and number == 0:
-                    _memory(context, name, folder, engine, before)
+        if number == 0:
+            _memory(context, name, folder, engine, before)
         del engine
     return rates
 
@@ -120,14 +135,11 @@ def our_updates(context: Context, name: str, folder: Path) -> dict[str, float]:
 def _measure(context: Context, name: str, folder: Path, engine: TrainEngine, job: Job) -> float:
     """Measures one update and writes its rows; returns tokens a second."""
     rows = rows_for(context, name, job.num_tokens)
-    actor = ActorConfig(entropy_coeff=0.01 if job.entropy == "in the loss" else 0.0)
+    actor = ActorConfig(entropy_coeff=0.01 if job.entropy == "in the loss" else 0.0, calculate_entropy=job.entropy != "none")
     updater = PolicyUpdater(engine, actor, scale=1.0)
 
     def step() -> None:
-        if job.entropy == "none":
-            take_steps(engine, rows, sft_loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=("log_probs",))
-        else:
-            updater.update(rows, 1)
+        updater.update(rows, 1)
         check_finite(engine, "after the update")  # as the actor's worker does
 
     release(context.device)
@@ -180,12 +192,12 @@ def bare_updates(context: Context, name: str, folder: Path, rates: dict[str, flo
     rates: tokens a second by the job's name.
     """
     half = jobs(context.small)[0].num_tokens
-    loops = [("eager", True, False), ("eager", False, False), ("compiled", False, True)]
-    for kind, checkpointing, compiled in loops if name == COMPILED else loops[:2]:
-        job = Job(num_tokens=half, checkpointing=checkpointing)
+    loops: list[Engine] = [("full", False), ("none", False)]
+    for recompute, compiled in [*loops, ("none", True)] if name == COMPILED and not context.small else loops:
+        job, kind = Job(num_tokens=half, engine=(recompute, compiled)), "compiled" if compiled else "eager"
         what = f"{name}: update, {job.name}, against bare Hugging Face, {kind}"
         with context.rows.trying(what):
-            theirs = bare_update(context, name, folder, checkpointing, compiled)
+            theirs = bare_update(context, name, folder, recompute == "full", compiled)
             if job.name not in rates:
                 raise NotThere("our own update was not measured")
             if compiled:
@@ -247,7 +259,8 @@ def offloading(context: Context, name: str, folder: Path) -> None:
         rows_for(context, name, jobs(context.small)[0].num_tokens),
         (host_rate(context, "from"), host_rate(context, "to")),
     )
-    engine = train_engine(folder, context.device, max_tokens=rows["input_ids"].numel(), offload=True)
+    section = FSDPConfig(param_offload=True, optimizer_offload=True)
+    engine = train_engine(folder, context.device, max_tokens=rows["input_ids"].numel(), section=section)
     updater = PolicyUpdater(engine, ActorConfig(), scale=1.0)
     updater.update(rows, 1)
     for number in range(2):  # the first time allocates host memory

@@ -11,8 +11,9 @@ import torch
 
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.engines.training.base import TrainEngine
-from rlhub.sharding_manager.files import WeightReader, WeightWriter
+from rlhub.sharding_manager.files import WeightWriter
 from rlhub.sharding_manager.manager import ShardingManager
+from rlhub.sharding_manager.reader import WeightReader
 from scripts.gpu.engines import BUCKET_BYTES, need_vllm, rollout_engine, rollout_setup, train_engine
 from scripts.gpu.measure import GIB, Context, apart, median_s, seconds_of, used_bytes
 from scripts.gpu.models import model_folder

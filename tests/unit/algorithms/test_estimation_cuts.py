@@ -241,3 +241,55 @@ def test_a_reward_beyond_float32_is_named_by_its_sample_on_every_rank() -> None:
     columns["baseline_rewards"][:] = -3.4e38
     (message,) = errors_of(columns, width, ranks, "remax")
     assert "its advantages are not finite in float32" in message
+
+
+BY_SOURCE = [("grpo", "rloo", "gdpo"), ("gae", "gae", "gae"), ("reinforce_plus_plus", "grpo", "optimal_token_baseline")]
+
+
+def of_source(columns: Columns, number: int) -> dict[str, Tensor]:
+    rows = columns["estimator"] == number
+    return {name: column[rows] for name, column in columns.items()}
+
+
+@pytest.mark.parametrize("names", BY_SOURCE)
+@few
+@given(case=cuts(), in_reward=st.booleans(), whitened=st.booleans())
+def test_a_source_with_an_estimator_of_its_own_is_a_batch_of_its_own(
+    names: tuple[str, ...], case: Any, in_reward: bool, whitened: bool
+) -> None:
+    """Its rows get, in every bit, what a batch of these alone gets; so do the rows of all others, and however they are cut."""
+    columns, width, ranks = case
+    columns["estimator"] = columns["uid"] % 3
+    options = {"gamma": 0.9, "lam": 0.8, "use_kl_in_reward": in_reward, "whiten_rewards": whitened}
+    general, *own = [AlgorithmConfig(adv_estimator=name, **options) for name in names]
+    by_source = {"a/b": own[0], "c": own[1]}
+    work = partial(compute_advantages, algorithm=general, kl_coef=0.3, version=VERSION, by_source=by_source)
+    check_cut(work, columns, width, ranks)
+    whole = work(columns, Gather.of(columns["sample_index"]))
+    for number, (name, algorithm) in enumerate([("", general), *by_source.items()]):
+        part = of_source(columns, number)
+        if not len(part["uid"]):
+            assert not any(key.startswith(f"source/{name}/") for key in whole.metrics)
+            continue
+        alone = compute_advantages(part, Gather.of(part["sample_index"]), algorithm, kl_coef=0.3, version=VERSION)
+        for key, column in alone.columns.items():
+            assert torch.equal(column, whole.columns[key][columns["estimator"] == number]), (name, key)
+        groups = {key: value for key, value in alone.metrics.items() if key.startswith("groups/")}
+        assert groups == {key: whole.metrics[f"source/{name}/{key}" if name else key] for key in groups}
+
+
+def test_statistics_of_a_source_see_no_other_row() -> None:
+    """The control: one estimator for all rows gives others."""
+    columns = make_batch(3, 12, 6)
+    columns["estimator"] = columns["uid"] % 2
+    gather, algorithm = Gather.of(columns["sample_index"]), AlgorithmConfig(adv_estimator="reinforce_plus_plus")
+    work = partial(compute_advantages, columns, gather, algorithm, version=VERSION)
+    apart, together = work(by_source={"a": algorithm}).columns["advantages"], work().columns["advantages"]
+    assert not torch.allclose(apart, together)
+
+
+def test_rows_without_the_number_of_their_estimator_are_refused() -> None:
+    columns = make_batch(3, 6, 4)
+    algorithm = AlgorithmConfig(adv_estimator="grpo")
+    with pytest.raises(ProtocolError, match="no column estimator, by which data.sources"):
+        compute_advantages(columns, Gather.of(columns["sample_index"]), algorithm, version=VERSION, by_source={"a": algorithm})

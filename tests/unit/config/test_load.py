@@ -196,7 +196,7 @@ def test_a_foreign_key_that_would_matter_is_refused_with_the_reason(override: st
         ("critic.megatron.override_ddp_config.grad_reduce_in_fp32=True", "use_distributed_optimizer"),
         ("actor_rollout_ref.actor.megatron.seed=42", "trainer.seed"),
         ("actor_rollout_ref.rollout.calculate_log_probs=False", "always recorded"),
-        ("actor_rollout_ref.actor.use_torch_compile=True", "does not compile"),
+        ("actor_rollout_ref.actor.megatron.use_torch_compile=True", "fsdp_config.use_torch_compile"),
         ("actor_rollout_ref.model.use_fused_kernels=True", "in chunks"),
         ("actor_rollout_ref.model.torch_dtype=bfloat16", "fsdp_config.model_dtype"),
         ("actor_rollout_ref.rollout.load_format=safetensors", "come from the trainer"),
@@ -419,7 +419,7 @@ class _Root:
 def test_every_setting_is_documented_and_few_enough(cls: type) -> None:
     all_leaves = list(leaves(cls))
     assert [leaf.key for leaf in all_leaves if len(leaf.doc) < 10] == []
-    assert len(all_leaves) < 360  # four roles with 14 settings of Megatron each are 56 of them
+    assert len(all_leaves) < 400  # four roles with 14 settings of Megatron each are 56 of them
 
 
 def test_documentation_check_finds_a_bare_field() -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhub.data import check_files, load_rows
+from rlhub.data import check_files, load_rows, texts_of
 from rlhub.errors import DataError
 
 ROWS = [
@@ -120,3 +120,12 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
         load_rows(str(path))
     (problem,) = check_files(str(path), "prompt", "train")
     assert "more than one column" in problem
+
+
+def test_the_texts_of_a_column(tmp_path: Path) -> None:
+    rows = [{"agent_name": "a"}, {"agent_name": None}, {"agent_name": "b"}, {"agent_name": "a"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text('{"agent_name": "c"}\n{"agent_name": 3}\n')
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a"}\n')
+    files = [str(tmp_path / name) for name in ("rows.parquet", "rows.jsonl", "other.jsonl", "missing.parquet")]
+    assert texts_of(files, "agent_name") == {"a", "b", "c"} and texts_of(None, "agent_name") == set()

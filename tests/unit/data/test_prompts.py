@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhub.config.sections.ppo import DataConfig
-from rlhub.data.prompts import PromptDataset, PromptLoader
-from rlhub.errors import DataError
+from rlhub.data.prompts import PromptDataset, PromptLoader, check_sources
+from rlhub.errors import ConfigError, DataError
 
 SPEC = importlib.util.spec_from_file_location("characters", Path(__file__).with_name("characters.py"))
 characters = importlib.util.module_from_spec(SPEC)
@@ -233,3 +233,43 @@ def test_fewer_rows_than_a_batch(tmp_path: Path) -> None:
     assert [len(batch) for batch in PromptLoader(data, 4, drop_last=False)] == [3]
     with pytest.raises(DataError, match="at least 1"):
         PromptLoader(data, 0)
+
+
+@pytest.mark.parametrize(
+    ("sources", "messages"),
+    [
+        ({"sums": {"weight": 2}, "words": {"val_kwargs": {"n": 2}}}, []),
+        ({"smus": {}}, ["data.sources.smus: no row has this data_source; did you mean 'sums'?; known: sums, words"]),
+        (
+            {"words": {"adv_estimator": "rloo"}, "sums": {"val_kwargs": {"n": 2}}},
+            [
+                "data.sources.words.adv_estimator: no row of data.train_files has this data_source; known: sums",
+                "data.sources.sums.val_kwargs: no row of data.val_files has this data_source; known: words",
+            ],
+        ),
+    ],
+)
+def test_settings_of_sources_that_no_row_reads_are_named(tmp_path: Path, sources: dict, messages: list[str]) -> None:
+    training, validation = dataset(tmp_path, [row()]), dataset(tmp_path, [row(data_source="words")])
+    config = DataConfig(sources=sources)
+    if messages:
+        with pytest.raises(ConfigError) as error:
+            check_sources(config, training, validation)
+        assert list(error.value.problems) == messages
+    else:
+        check_sources(config, training, validation)
+    check_sources(DataConfig(sources={"smus": {"weight": 2}}), None, validation)  # nothing trains
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"sampler": "mixture", "sources": {"sums": {"weight": 0}}}, "all sources of data.train_files have the weight 0"),
+        ({"sampler": "curriculum"}, "2 usable rows and data.train_batch_size=2"),
+        ({"sampler": "curriculum", "sampler_kwargs": {"by": "level"}, "train_batch_size": 1}, "by=level: usable row 1 of"),
+    ],
+)
+def test_data_that_do_not_suit_their_sampler_are_refused_when_they_are_read(tmp_path: Path, config: dict, message: str) -> None:
+    settings = DataConfig(**({"train_batch_size": 2} | config))
+    with pytest.raises(DataError, match=message):
+        PromptLoader.training(dataset(tmp_path, [row(), row("2+2=")]), settings)

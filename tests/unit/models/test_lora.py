@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
-from rlhub.models.lora import add_lora, lora_layers, lora_names, named_parameters, set_adapters
+from rlhub.models.lora import add_lora, load_adapter, lora_layers, lora_names, named_parameters, set_adapters
 
 
 class Block(nn.Module):
@@ -112,3 +113,58 @@ def test_dtype_is_the_models(model_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
     add_lora(model, ModelConfig(lora_rank=2), head=model.get_output_embeddings(), seed=0)
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.fixture
+def pefts(model_folder: Path, tmp_path: Path) -> tuple[Path, torch.Tensor]:
+    """An adapter that peft has saved, and the logits of the model with it."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    theirs = get_peft_model(model, LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, param in theirs.named_parameters():
+            if ".lora_B." in name:
+                param.normal_(std=0.3, generator=torch.Generator().manual_seed(3))
+        theirs.save_pretrained(tmp_path)
+        return tmp_path, theirs.eval()(torch.arange(9)[None]).logits
+
+
+def started(model_folder: Path, adapter: Path, **changes: object) -> nn.Module:
+    settings = {"lora_rank": 2, "lora_alpha": 6.0, "target_modules": ["q_proj", "down_proj"], **changes}
+    config = ModelConfig(path=str(model_folder), lora_adapter_path=str(adapter), **settings)  # type: ignore[arg-type]
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    add_lora(model, config, head=model.get_output_embeddings(), seed=0)
+    load_adapter(model, config, "policy")
+    return model.eval()
+
+
+@torch.no_grad()
+def test_it_starts_from_an_adapter_of_pefts(model_folder: Path, pefts: tuple[Path, torch.Tensor]) -> None:
+    folder, expected = pefts
+    model, ids = started(model_folder, folder), torch.arange(9)[None]
+    torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-6)
+    set_adapters(model, False)
+    assert (model(ids).logits - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora_alpha": 8.0}, r"model\.lora_alpha=8\.0 must be 6"),
+        ({"lora_rank": 4}, r"model\.lora_rank=4 must be 2"),
+        ({"target_modules": ["q_proj"]}, r"model\.target_modules selects other layers .*down_proj"),
+    ],
+)
+def test_settings_that_are_not_the_adapters(
+    model_folder: Path, pefts: tuple[Path, torch.Tensor], changes: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        started(model_folder, pefts[0], **changes)
+
+
+def test_an_adapter_of_another_kind_or_none(model_folder: Path, pefts: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    settings = json.loads((pefts[0] / "adapter_config.json").read_text())
+    (pefts[0] / "adapter_config.json").write_text(json.dumps(settings | {"use_rslora": True}))
+    with pytest.raises(ConfigError, match="use_rslora=True, and only plain LoRA"):
+        started(model_folder, pefts[0])
+    with pytest.raises(ConfigError, match=r"no adapter in peft's format: .*adapter_config\.json"):
+        started(model_folder, tmp_path / "none")

@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from rlhub.errors import EngineError
 from rlhub.models import packed_attention as attention
@@ -83,22 +93,55 @@ def test_misuse_is_an_error_not_a_wrong_result() -> None:
         packed_attention(module, *tensors, None)
     with pytest.raises(EngineError, match="use_remove_padding"):
         packed_attention(module, *tensors, None, packing=plan_attention([4], CPU))
+    for changed in ({"softcap": 50.0}, {"s_aux": torch.zeros(1)}):
+        with pytest.raises(EngineError, match=f"asks for {next(iter(changed))}.*use_remove_padding=False"):
+            packed_attention(module, *tensors, None, packing=plan_attention([5], CPU), **changed)
+    packed_attention(module, *tensors, None, packing=plan_attention([5], CPU), softcap=None)
 
 
-def test_a_model_with_a_sliding_window_computes_packed_rows_as_rows_alone() -> None:
+ALTERNATING = {"layer_types": ["full_attention", "sliding_attention"]}
+WINDOWED = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"use_sliding_window": True, **ALTERNATING}),
+    "mistral": (MistralConfig, MistralForCausalLM, {}),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, {"head_dim": 4, "query_pre_attn_scalar": 7, **ALTERNATING}),
+}
+"""Models whose layers have windows: some or all of them."""
+
+
+def kernel_of_rows(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+    """Stands for CUDA's kernel on rows without padding: one row after the other, with a mask from `window_size`."""
+    outs = []
+    for first, end in itertools.pairwise(bounds_q.tolist()):
+        rows = [tensor[first:end].transpose(0, 1) for tensor in (q, k, v)]
+        mask = torch.ones(end - first, end - first, dtype=torch.bool).tril(window_size[1])
+        mask = mask if window_size[0] < 0 else mask.triu(-window_size[0])
+        outs.append(torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=mask, scale=scale, enable_gqa=enable_gqa))
+    return torch.cat(outs, 1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["grouped", "rows without padding"])
+@pytest.mark.parametrize("family", WINDOWED)
+def test_a_model_with_a_sliding_window_computes_packed_rows_as_rows_alone(
+    monkeypatch: pytest.MonkeyPatch, family: str, kernel: bool
+) -> None:
     """transformers itself masks the rows alone."""
-    options = {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]}
-    config = Qwen2Config(
+    if kernel:
+        monkeypatch.setattr(attention, "has_kernel", lambda query: True)
+        monkeypatch.setattr(attention, "varlen_attn", kernel_of_rows)
+        monkeypatch.setattr(attention, "TAKES_GROUPED", True)
+    config_class, model_class, options = WINDOWED[family]
+    config = config_class(
         vocab_size=31,
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        sliding_window=3,
         **options,
     )
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config).double().eval()
+    model = model_class(config).double().eval()
     lengths = [7, 2, 5]
     ids = torch.randint(31, (1, sum(lengths)))
     model.set_attn_implementation("sdpa")
@@ -107,6 +150,10 @@ def test_a_model_with_a_sliding_window_computes_packed_rows_as_rows_alone() -> N
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     packed = model(ids, position_ids=positions, packing=plan_attention(lengths, CPU), use_cache=False).logits
     torch.testing.assert_close(packed, alone)
+    same = torch.randn(packed.shape, dtype=packed.dtype)
+    ours, plain = (torch.autograd.grad((same * logits).sum(), list(model.parameters())) for logits in (packed, alone))
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one, other)
     model.config.sliding_window = None  # the control: without the window the logits are others
     for layer in model.model.layers:
         layer.self_attn.sliding_window = None
@@ -129,8 +176,48 @@ def test_the_variable_length_kernel_of_either_torch(monkeypatch: pytest.MonkeyPa
         calls.append((k.shape[1], max_q, max_k, scale, window_size))
         return q
 
+    monkeypatch.setattr(attention, "TAKES_GROUPED", new)
     monkeypatch.setattr(attention, "varlen_attn", kernel_of_2_13 if new else kernel_of_2_11)
     query, key = torch.randn(6, 4, 8), torch.randn(6, kv_heads, 8)
     for window in (None, 3):
         assert attention._variable_length(query, key, key, plan_attention([4, 2], CPU), 0.3, window) is query
     assert calls == [(kv_heads, 4, 4, 0.3, (-1, 0)), (kv_heads, 4, 4, 0.3, (2, 0))]
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "able", "works", "expected"),
+    [
+        (9, True, True, True, True),
+        (8, True, True, True, False),
+        (10, True, True, True, False),
+        (9, False, True, True, False),
+        (9, True, False, True, False),
+        (9, True, True, False, False),
+    ],
+)
+def test_flash_attention_3_is_used_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: int,
+    installed: bool,
+    able: bool,
+    works: bool,
+    expected: bool,
+) -> None:
+    """On Hopper, where the package and the switch are there; a package that does not load is a warning."""
+    switched: list[str] = []
+
+    def switch(name: str) -> None:
+        if not works:
+            raise ImportError("undefined symbol")
+        switched.append(name)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: SimpleNamespace() if installed else None)
+    if able:
+        monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", switch, raising=False)
+    else:
+        monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl", raising=False)
+    assert attention.use_flash_attention_3(torch.device("cuda", 0)) is expected
+    assert switched == (["FA3"] if expected else []) and ("undefined symbol" in caplog.text) is not works
+    assert not attention.use_flash_attention_3(CPU)

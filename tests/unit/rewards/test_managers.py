@@ -21,6 +21,7 @@ from rlhub.rewards.managers import (
     NaiveManager,
     OverlongBuffer,
     overlong_penalty,
+    reward_function,
     reward_target,
 )
 
@@ -308,3 +309,17 @@ def test_mistakes_are_configuration_errors_that_name_the_key(tmp_path: Path) -> 
 
 def test_without_a_path_the_target_is_the_built_in_one() -> None:
     assert reward_target(CustomRewardConfig()) == "rlhub.rewards.registry:compute_score"
+
+
+def test_sources_have_reward_functions_of_their_own(tmp_path: Path) -> None:
+    """In the same processes; a source without one has the run's."""
+    for name, value in (("run", 1.0), ("other", 2.0)):
+        (tmp_path / f"{name}.py").write_text(f"def score(data_source, solution_str, ground_truth, extra_info): return {value}\n")
+    custom = CustomRewardConfig(path=str(tmp_path / "run.py"), name="score")
+    own = {"math": f"{tmp_path / 'other.py'}:score"}
+    pool = reward_function(RewardModelConfig(num_workers=1), custom, own).pool()
+    try:
+        requests = [RewardRequest(data_source=name, solution_str="", ground_truth="") for name in ("math", "words", "math")]
+        assert [outcome.score for outcome in pool.score(requests)] == [2.0, 1.0, 2.0]
+    finally:
+        pool.close()

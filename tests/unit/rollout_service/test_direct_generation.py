@@ -110,7 +110,7 @@ def test_the_same_trajectories_come_and_no_completion_passes_the_driver(play: Ca
         samples = [replace(DATA, sample=sample, seed=sample) for sample in range(4)]
         found = await asyncio.gather(*(setting.run(data) for data in samples))
         assert (setting.made("agenerate", by_driver=True), setting.made("agenerate", by_driver=False)) == (0, 4)
-        assert setting.router.counts == {"requests": 4, "tokens": 32}
+        assert setting.router.counts == {"requests": 4, "completed": 4, "tokens": 32}
         await until(lambda: not setting.actor._prompts)
         assert setting.made("take_prompt", by_driver=True) == 1, "once for all samples of the prompt"
         assert setting.made("take_replica", by_driver=True) == 2

@@ -64,7 +64,7 @@ class Life:
         if not self.fleet.replicas:
             return
         name = self.rng.choice(list(self.fleet.replicas))
-        before = self.fleet.knows(name) and name not in self.fleet._starting_names
+        before = name in self.fleet.names and name not in self.fleet._starting_names
         with suppress(WorkerError, DeadlineError):
             if before:
                 self.operator_starts += 1

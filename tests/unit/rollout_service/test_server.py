@@ -16,7 +16,7 @@ from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.errors import EngineError, RequestError, WeightMismatchError, WorkerError
 from rlhub.rollout_service.router import Router
 from rlhub.rollout_service.server import RolloutServer
-from rlhub.sharding_manager.files import WeightReader
+from rlhub.sharding_manager.reader import WeightReader
 from tests.support.rollout_service import PACE, RUNTIME, Replicas, Weights, fake_config, request, sampling
 
 

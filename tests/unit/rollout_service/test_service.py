@@ -14,6 +14,7 @@ from rlhub.engines.rollout.base import Completion
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError, ResourceError, WorkerError
 from rlhub.rollout_service import server as rollout_server
+from rlhub.rollout_service.elastic import ReplicaBounds
 from rlhub.rollout_service.service import RolloutService, ServiceOptions, service_options
 from rlhub.single_controller import AsyncActorOptions, WorkerContext
 from rlhub.single_controller.placement import DevicePlace, ReplicaPlaces, device_place
@@ -44,7 +45,7 @@ def test_it_publishes_and_generates_for_threads(tmp_path: Path) -> None:
         assert (name, report.version) == ("rollout-0", 3)
         assert waiting.result(LIMIT_S).versions == [3] * 8, "it waited for weights"
         metrics = service.metrics()
-        assert metrics["rollout/requests"] == 1 and metrics["rollout/tokens"] == 8 and metrics["rollout/num_replicas"] == 1
+        assert metrics["rollout/requests"] == 1 and metrics["rollout/tokens"] == 8 and metrics["rollout/replicas"] == 1
         assert service.add() == "rollout-1"
         service.remove("rollout-0")
         service.restart("rollout-1")
@@ -132,6 +133,53 @@ def test_one_replica_a_rank_of_the_rollouts_pool(tmp_path: Path) -> None:
     assert options.limits.restarts == 7 and options.limits.update_s == trainer().deadline_s.sync
     config.rollout.tensor_model_parallel_size = 3
     assert service_options(config, trainer(**pools), run_folder=tmp_path).counts == [1, 1]
+
+
+def test_bounds_of_the_number_of_replicas(tmp_path: Path) -> None:
+    config = fake_config()
+    fixed = service_options(config, trainer(), run_folder=tmp_path)
+    assert (fixed.bounds, fixed.num_replicas) == (ReplicaBounds(least=1, most=2), 2), "calls may remove one and add it again"
+    config.rollout.min_replicas = 1
+    elastic = service_options(config, trainer(), run_folder=tmp_path)
+    assert (elastic.bounds, elastic.num_replicas) == (ReplicaBounds(least=1, most=2, by_queue=True), 1)
+    config.rollout.min_replicas, config.rollout.max_replicas = None, 1
+    assert service_options(config, trainer(), run_folder=tmp_path).bounds == ReplicaBounds(least=1, most=1, by_queue=True)
+
+
+class Pool:
+    """Records what is reserved."""
+
+    def __init__(self, counts: list[int], reserved: list[Pool], amounts: dict[str, float]) -> None:
+        self.counts, self.amounts, self._reserved = counts, amounts, reserved
+        reserved.append(self)
+
+    def slots(self) -> list[str]:
+        return [f"slot of {self.counts}"] * sum(self.counts)
+
+    def release(self) -> None:
+        self._reserved.remove(self)
+
+
+def test_replicas_that_come_and_go_reserve_gpus_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved: list[Pool] = []
+    monkeypatch.setattr(
+        "rlhub.single_controller.ray.pool.RayResourcePool",
+        lambda counts, amounts, **options: Pool(list(counts), reserved, amounts),
+    )
+    places = ReplicaPlaces(device="cuda", counts=[2, 2], devices_each=2, one_by_one=True)
+    places.reserve()
+    assert reserved == [], "none at once"
+    for number in (0, 3, 3):  # the third is a restart, which takes its place again
+        options = places.options(number, AsyncActorOptions(name=f"rollout-{number}", device="cuda"))
+        assert (options.num_gpus, options.slot) == (2.0, "slot of [1]")
+    assert [pool.amounts for pool in reserved] == [{"CPU": 1.0, "GPU": 2.0}] * 2
+    with pytest.raises(ResourceError, match="GPUs for 4 replicas"):
+        places.options(4, AsyncActorOptions(name="rollout-4", device="cuda"))
+    places.free(3)
+    places.free(3)
+    assert len(reserved) == 1
+    places.release()
+    assert reserved == []
 
 
 def test_a_rank_says_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,33 +23,34 @@ from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import ExternalWeights
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.errors import DeadlineError, EngineError, WeightMismatchError
+from rlhub.errors import DeadlineError, EngineError, ResourceError, WeightMismatchError
 from rlhub.rollout_service.weights_folder import (
-    PREFIX,
     WorkerReader,
     WorkersReader,
     files_bytes,
     open_weights_folder,
-    remove_abandoned,
 )
+from rlhub.sharding_manager.files import PREFIX, WeightsFolder, remove_abandoned
 from tests.support.rollout_service import Weights
 
 HOLD = """
 import sys, time
 from pathlib import Path
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.rollout_service.weights_folder import open_weights_folder
 memory = Path(sys.argv[1])
-folder = open_weights_folder(None, one_machine=True, run_folder=memory, model_bytes=0, memory=memory)
+folder = open_weights_folder(RolloutConfig(), one_machine=True, run_folder=memory, model_bytes=0, memory=memory)
 print(folder.path, flush=True)
 time.sleep(60)
 """
 
 
-def opened(tmp_path: Path, configured: str | None = None, *, one_machine: bool = True, model_bytes: int = 0):  # type: ignore[no-untyped-def]
+def opened(tmp_path: Path, *, one_machine: bool = True, model_bytes: int = 0, **settings: Any) -> WeightsFolder:
     memory = tmp_path / "memory"
     memory.mkdir(exist_ok=True)
+    config = RolloutConfig(**settings)
     return open_weights_folder(
-        configured, one_machine=one_machine, run_folder=tmp_path / "run", model_bytes=model_bytes, memory=memory
+        config, one_machine=one_machine, run_folder=tmp_path / "run", model_bytes=model_bytes, memory=memory
     )
 
 
@@ -70,6 +71,19 @@ def test_elsewhere_it_is_below_the_run_folder(tmp_path: Path, one_machine: bool,
     assert folder.path == tmp_path / "run" / "rlhub-weights-in-flight" and folder.path.is_dir()
     folder.close()
     assert not folder.path.exists()
+
+
+def test_a_folder_is_taken_where_it_is_asked_for_and_memory_only_where_it_serves(tmp_path: Path) -> None:
+    folder = opened(tmp_path, weights="folder")
+    assert folder.path.parent == tmp_path / "run" and not folder.in_memory
+    folder.close()
+    in_memory = opened(tmp_path, weights="memory")
+    assert in_memory.path.parent == tmp_path / "memory" and in_memory.in_memory
+    in_memory.close()
+    with pytest.raises(ResourceError, match=r"weights=memory: .*replicas run on several; .*weights=folder"):
+        opened(tmp_path, weights="memory", one_machine=False)
+    with pytest.raises(ResourceError, match=r"weights=memory: .*has no space"):
+        opened(tmp_path, weights="memory", model_bytes=1 << 60)
 
 
 def test_memory_that_cannot_be_written_is_said_and_the_run_folder_is_used(
@@ -98,7 +112,7 @@ def test_a_users_folder_called_weights_is_not_removed(tmp_path: Path) -> None:
 
 
 def test_a_configured_folder_stays(tmp_path: Path) -> None:
-    folder = opened(tmp_path, str(tmp_path / "mine"))
+    folder = opened(tmp_path, weights_folder=str(tmp_path / "mine"))
     folder.close()
     assert folder.path == tmp_path / "mine" and folder.path.is_dir()
 

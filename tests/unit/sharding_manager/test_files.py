@@ -14,7 +14,8 @@ from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import DeadlineError, EngineError, WeightMismatchError
-from rlhub.sharding_manager.files import WeightReader, WeightWriter
+from rlhub.sharding_manager.files import WeightWriter
+from rlhub.sharding_manager.reader import WeightReader
 from tests.support.plain_train_engine import PlainTrainEngine
 
 BUCKET = 64  # bytes: several files, blocks of several weights in each

@@ -10,7 +10,18 @@ import pytest
 from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.report import write_report
-from rlhub.tracking.report_charts import GANTT_RIGHT, GANTT_WIDTH, LABEL, MAX_BARS, MAX_ROWS, NUM_STEPS, gantt, last_steps, stack
+from rlhub.tracking.report_charts import (
+    GANTT_RIGHT,
+    GANTT_WIDTH,
+    LABEL,
+    MAX_BARS,
+    MAX_ROWS,
+    NUM_STEPS,
+    episode_chart,
+    gantt,
+    last_steps,
+    stack,
+)
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.spans import STEPS, TRAINER, Span, SpanLog, read_trace, write_trace
 from rlhub.tracking.tracker import RunInfo
@@ -68,6 +79,17 @@ def test_of_too_many_the_longest_are_drawn_and_the_rest_is_counted() -> None:
     assert f"{window.left_out} short ones are left out" in gantt([*a_run(1), *short])
 
 
+def test_episodes_begin_at_zero_and_the_longest_comes_first() -> None:
+    short = [span("episode 1-0", "queue", 50.0, 51.0), span("episode 1-0", "generate", 51.0, 53.0)]
+    long = [span("episode 7-3", "generate", 90.0, 94.0), span("episode 7-3", "tool", 94.0, 96.0)]
+    drawing = episode_chart([*short, *long])
+    assert drawing.index(">episode 7-3</text>") < drawing.index(">episode 1-0</text>")
+    second, found = (GANTT_WIDTH - LABEL - GANTT_RIGHT) / 6, bars(drawing)
+    assert found["queue: 1 s"] == pytest.approx((LABEL, second), abs=0.2)
+    assert found["tool: 2 s"] == pytest.approx((LABEL + 4 * second, 2 * second), abs=0.2)
+    assert episode_chart([]) == episode_chart([span("episode 1-0", "queue", 1.0, 1.0)]) == ""
+
+
 def test_foreign_text_stays_text() -> None:
     hostile = "</title><script>alert(1)</script>"
     one = Span(lane=hostile, name=hostile, start=0.0, end=1.0, args={hostile: hostile})
@@ -79,6 +101,7 @@ def test_the_report_has_what_the_run_recorded(tmp_path: Path) -> None:
     spans = SpanLog()
     for one in a_run(4):
         spans.record(one.lane, one.name, one.start, one.end)
+    spans.episodes.add([span("episode 5-1", "generate", 101.0, 101.25)])
     folder = RunFolder(tmp_path)
     with folder:
         recorder = Recorder(folder, RunInfo(project="p", experiment="e", folder=tmp_path), [], spans)
@@ -86,7 +109,10 @@ def test_the_report_has_what_the_run_recorded(tmp_path: Path) -> None:
         recorder.log(1, {"reward/mean": 1.0})
         recorder.finish("finished")
     assert read_trace(folder.trace) == spans.latest()
-    assert "Last steps" in folder.report.read_text() and "update_actor: 1.5 s" in folder.report.read_text()
+    report = folder.report.read_text()
+    assert "Last steps" in report and "update_actor: 1.5 s" in report
+    steps, episodes = report.split("Single episodes", 1)
+    assert ">episode 5-1</text>" in episodes and "episode 5-1" not in steps and "generate: 0.25 s" in episodes
     (tmp_path / "other").mkdir()
     other = RunFolder(tmp_path / "other")
     with other:

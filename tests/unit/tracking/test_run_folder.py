@@ -201,7 +201,7 @@ def test_setting_aside_leaves_the_users_own_files(tmp_path: Path) -> None:
 
 def test_the_names_of_a_run_are_those_that_its_parts_write() -> None:
     from rlhub.checkpoint.store import ASIDE, DELETING, POINTER, PREFIX, REPLACED
-    from rlhub.rollout_service.weights_folder import PREFIX as WEIGHTS
+    from rlhub.sharding_manager.files import PREFIX as WEIGHTS
     from rlhub.tracking.run_folder import WRITTEN, _matches
     from rlhub.trainer.ppo.offline_source import RECORDINGS
     from rlhub.trainer.ppo.stream_source import FILE

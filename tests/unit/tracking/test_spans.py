@@ -10,7 +10,20 @@ from pathlib import Path
 import pytest
 
 from rlhub.single_controller.calls import ObservedCall
-from rlhub.tracking.spans import STEPS, TRAINER, CallTiming, Span, SpanLog, ignore_span, lanes_of, read_trace, write_trace
+from rlhub.tracking.spans import (
+    STEPS,
+    TRAINER,
+    CallTiming,
+    EpisodeSpans,
+    Span,
+    SpanLog,
+    episode_lane,
+    ignore_span,
+    is_episode,
+    lanes_of,
+    read_trace,
+    write_trace,
+)
 from rlhub.utils.timing import PhaseTimer
 
 
@@ -35,6 +48,29 @@ def test_spans_of_many_threads_are_all_kept_up_to_the_bound() -> None:
         assert [one.name for one in log.latest() if one.lane == lane] == [str(n) for n in range(count)]
     log.record("last", "one", 0.0, 1.0)
     assert len(log.latest()) == 3000 and log.latest()[-1].lane == "last"
+
+
+def test_the_slowest_episodes_are_kept_and_some_of_the_others() -> None:
+    """An episode's wait for its first generation does not make it slow."""
+    log = SpanLog()
+    episodes = log.episodes = EpisodeSpans(3)
+    for number in range(100):
+        lane, seconds = episode_lane(number, 0), float(number % 10)
+        waits = span(lane, "queue", 0.0, 100.0 - number)
+        episodes.add([waits, span(lane, "generate", waits.end, waits.end + seconds)])
+    episodes.add([])
+    kept = {one.lane for one in log.latest()}
+    assert all(is_episode(one) for one in log.latest())
+    slow = {lane for lane in kept if lane.endswith("9-0")}
+    assert len(slow) >= 3 and 3 <= len(kept) <= 6 and len(log.latest()) == 2 * len(kept)
+    assert kept != slow  # drawn at random
+    lane = min(kept)
+    episodes.extend(span(lane, "reward", 200.0, 201.0))
+    episodes.extend(span("episode 1000-0", "reward", 200.0, 201.0))
+    assert [one.name for one in log.latest() if one.lane == lane] == ["queue", "generate", "reward"]
+    assert {one.lane for one in log.latest()} == kept
+    episodes.add([span(lane, "queue", 300.0, 301.0)])  # another attempt
+    assert [one.name for one in log.latest() if one.lane == lane][-1] == "queue"
 
 
 def test_a_stretch_costs_next_to_nothing() -> None:

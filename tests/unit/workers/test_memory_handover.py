@@ -99,7 +99,7 @@ def test_the_actor_gives_its_memory_before_another_engine_is_built(monkeypatch: 
     monkeypatch.setattr(actor, "ensure_process_group", lambda *_, **__: None)
     monkeypatch.setattr(actor, "build_policy_engine", lambda *_, **__: engine)
     worker: Any = actor.ActorWorker.__new__(actor.ActorWorker)
-    worker.config, worker.runtime, worker.device = None, SimpleNamespace(deadline_s=1.0, seed=0), None
+    worker.config, worker.runtime, worker.device = ActorRolloutRefConfig(), SimpleNamespace(deadline_s=1.0, seed=0), None
     worker.train = worker.needs_reference = False
     worker._init_actor()
     assert calls == ["initialize", "offload"]

@@ -8,14 +8,19 @@ hides the padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from rlhub.models.vision import ImageReader, input_embeddings
+
+SPARE_MASK_COLUMNS = 128  # the columns of a new mask beyond the cache's
 GROWTH = 1.5  # the factor by which a full cache grows; each token is then copied about twice in all
+R = TypeVar("R")
 
 
 class BufferLayer(DynamicLayer):  # type: ignore[misc]  # transformers' types are not read
@@ -121,27 +126,53 @@ def prefill_chunks(lengths: list[int], max_tokens: int) -> list[tuple[int, int]]
     return chunks
 
 
-def read_prompts(model: PreTrainedModel, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Cache]:
-    """Runs the model over left-padded prompts, ascending in length; returns the logits of the last position (prompts,
-    vocabulary) and the filled cache."""
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """The tokens of a prompt and the files of its pictures (see `pack_files`); equal ones are read once."""
+
+    ids: tuple[int, ...]
+    pictures: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(slots=True, kw_only=True)
+class ReadPrompts:
+    """What a model has read: the logits after each prompt (prompts, vocabulary), the cache that it filled, and the position of
+    each next token (prompts,), which with pictures is not the number of tokens."""
+
+    logits: Tensor
+    cache: Cache
+    positions: Tensor
+
+
+def read_prompts(model: PreTrainedModel, prompts: Sequence[Prompt], reader: ImageReader | None = None) -> ReadPrompts:
+    """Runs the model over left-padded prompts, ascending in length.  reader: of their pictures, if the model reads some."""
     width = len(prompts[-1])
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
     for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        ids[row, width - len(prompt) :] = torch.tensor(prompt.ids)
     pads = torch.tensor([width - len(prompt) for prompt in prompts])
     columns = torch.arange(width)
     visible = (columns[None, :] <= columns[:, None])[None] & (columns[None, None, :] >= pads[:, None, None])
     mask = torch.zeros(visible.shape, dtype=model.dtype).masked_fill_(~visible, torch.finfo(model.dtype).min)
     cache = Cache(layers=[DynamicLayer() for _ in range(len(model.get_decoder().layers))])
+    positions = (columns[None, :] - pads[:, None]).clamp(min=0)
+    read: dict[str, Tensor] = {"input_ids": ids.to(model.device)}
+    if reader is not None:
+        images = reader.plan(model, ids, columns >= pads[:, None], [prompt.pictures for prompt in prompts]).to(model.device)
+        positions, read = images.position_ids, {"inputs_embeds": input_embeddings(model, ids.to(model.device), images)}
     out = model(
-        input_ids=ids.to(model.device),
+        **read,
         attention_mask=mask[:, None].to(model.device),
-        position_ids=(columns[None, :] - pads[:, None]).clamp(min=0).to(model.device),
+        position_ids=positions.to(model.device),
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
     )
-    return out.logits[:, -1], cache
+    following = positions.view(-1, *ids.shape).amax((0, 2)) + 1
+    return ReadPrompts(logits=out.logits[:, -1], cache=cache, positions=following.to(model.device))
 
 
 def key_mask(pads: Tensor, columns: int, dtype: torch.dtype) -> Tensor | None:
@@ -154,3 +185,61 @@ def key_mask(pads: Tensor, columns: int, dtype: torch.dtype) -> Tensor | None:
     hidden = torch.arange(columns, device=pads.device)[None, :] < pads[:, None]
     mask = torch.zeros(hidden.shape, dtype=dtype, device=pads.device).masked_fill_(hidden, torch.finfo(dtype).min)
     return mask[:, None, None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Places(Generic[R]):
+    """The rows' places in the cache, including empty ones (None).  All tensors are (places,).
+
+    pads: the number of padding columns before the row.
+    positions: the position of the next token.
+    advance: 1 where there is a row, else 0.
+    tokens: the token that was sampled last.
+    mask: see `key_mask`.  R: what the engine knows of a row.
+    """
+
+    cache: Cache
+    rows: list[R | None]
+    pads: Tensor
+    positions: Tensor
+    advance: Tensor
+    tokens: Tensor
+    mask: Tensor | None
+
+    @property
+    def length(self) -> int:
+        """Returns the number of filled columns of the cache."""
+        length: int = self.cache.layers[0].get_seq_length()
+        return length
+
+    def taken(self) -> list[int]:
+        """Returns the places that have a row."""
+        return [place for place, row in enumerate(self.rows) if row is not None]
+
+    def free(self) -> list[int]:
+        """Returns the places without one."""
+        return [place for place, row in enumerate(self.rows) if row is None]
+
+    def arrange(self, sources: list[int], rows: list[R | None]) -> Tensor:
+        """Copies the places `sources` into new ones, which hold `rows`, and returns `sources` as a tensor.
+
+        Columns that are padding for every row are dropped.
+        """
+        index = torch.tensor(sources, device=self.pads.device)
+        first_column = int(self.pads[index].min())
+        keep_rows(self.cache, index, first_column)
+        self.pads, self.positions = self.pads[index] - first_column, self.positions[index]
+        self.advance, self.tokens = self.advance[index], self.tokens[index]
+        self.rows = rows
+        self.advance[[place for place, row in enumerate(rows) if row is None]] = 0
+        self.remask()
+        return index
+
+    def remask(self) -> None:
+        """Builds a new mask, with columns to spare."""
+        self.mask = key_mask(self.pads, self.length + SPARE_MASK_COLUMNS, self.cache.layers[0].keys.dtype)
+
+    def leave(self, place: int) -> None:
+        """Empties the place of a row that has ended."""
+        self.rows[place] = None
+        self.advance[place] = 0

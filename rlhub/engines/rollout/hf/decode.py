@@ -10,6 +10,7 @@ a pure function of (seed, index), so a completion does not depend on the batch i
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,20 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from rlhub.config.sections.vla import VLAConfig
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams, TopLogProbs
 from rlhub.engines.rollout.continuous_batching import TokenEvent
-from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, key_mask, prefill_chunks, read_prompts
+from rlhub.engines.rollout.hf.cache import (
+    Prompt,
+    ReadPrompts,
+    allocate,
+    fill_rows,
+    keep_rows,
+    key_mask,
+    prefill_chunks,
+    read_prompts,
+)
 from rlhub.errors import EngineError, RequestError
+from rlhub.models.vision import ImageReader
 from rlhub.models.vla import policy
 from rlhub.utils.seeding import Purpose, random_bits
 
@@ -33,6 +44,7 @@ KEEP_FRACTION = 0.75  # a batch with a smaller share of live rows is compacted; 
 FIRST_CAPACITY = 128  # new tokens that fit into the cache before it grows
 NOISE_BLOCK = 64  # noise is drawn for this many tokens at once
 SURPLUS_FLOAT32_BITS = np.uint64(40)  # 64 - 24: the remaining bits fit a float32 exactly, so the result stays below 1
+SCORED_TOKENS = 256  # tokens of a prompt whose logits are computed at once
 NOT_FINITE = (
     "the model gives log-probs that are not finite, so its tokens mean nothing: its weights are damaged, or rollout.dtype cannot "
     "hold what it computes (float16 ends at 65504)"
@@ -53,11 +65,18 @@ class DecodeLimits:
 
 @torch.inference_mode()
 def decode(
-    model: PreTrainedModel, requests: Sequence[GenerationRequest], params: SamplingParams, limits: DecodeLimits
+    model: PreTrainedModel,
+    requests: Sequence[GenerationRequest],
+    params: SamplingParams,
+    limits: DecodeLimits,
+    reader: ImageReader | None = None,
 ) -> list[Completion]:
-    """Generates the completions of one batch, in the order of the requests.  Leaves `versions` empty."""
+    """Generates the completions of one batch, in the order of the requests.  Leaves `versions` empty.
+
+    reader: of the pictures of requests, if the model reads some.
+    """
     device = model.device
-    batch, logits = _prefill(model, requests, params, limits)
+    batch, logits = _prefill(model, requests, params, limits, reader)
     noise = _Noise(requests, device)
     stop_ids = torch.tensor([] if params.ignore_eos else params.stop_token_ids, dtype=torch.long, device=device)
     output = _Output(
@@ -128,25 +147,30 @@ class _Noise:
 
 
 def _prefill(
-    model: PreTrainedModel, requests: Sequence[GenerationRequest], params: SamplingParams, limits: DecodeLimits
+    model: PreTrainedModel,
+    requests: Sequence[GenerationRequest],
+    params: SamplingParams,
+    limits: DecodeLimits,
+    reader: ImageReader | None,
 ) -> tuple[_Batch, Tensor]:
     """Reads the distinct prompts and copies them to the rows; returns the batch and the logits (rows, vocabulary)."""
-    prompts = sorted({tuple(request.prompt_ids) for request in requests}, key=len)
+    asked = [Prompt(tuple(request.prompt_ids), request.pictures) for request in requests]
+    prompts = sorted(set(asked), key=len)
     place = {prompt: i for i, prompt in enumerate(prompts)}
-    source = torch.tensor([place[tuple(request.prompt_ids)] for request in requests])
+    source = torch.tensor([place[prompt] for prompt in asked])
     lengths = torch.tensor([len(request.prompt_ids) for request in requests])
     width = int(lengths.max())
     wanted = torch.tensor([params.max_new_tokens - request.start for request in requests])
     allowed = torch.minimum(limits.max_model_len - lengths, wanted)
     capacity = width + min(int(allowed.max()), FIRST_CAPACITY)
     cache: Cache | None = None
-    parts: list[Tensor] = []
+    parts: list[ReadPrompts] = []
     for first, stop in prefill_chunks([len(prompt) for prompt in prompts], limits.max_prefill_tokens):
-        logits, prefilled = read_prompts(model, prompts[first:stop])
-        parts.append(logits)
-        cache = allocate(prefilled, len(requests), width, capacity) if cache is None else cache
+        read = read_prompts(model, prompts[first:stop], reader)
+        parts.append(read)
+        cache = allocate(read.cache, len(requests), width, capacity) if cache is None else cache
         rows = ((source >= first) & (source < stop)).nonzero()[:, 0]
-        fill_rows(cache, prefilled, rows.to(model.device), (source[rows] - first).to(model.device))
+        fill_rows(cache, read.cache, rows.to(model.device), (source[rows] - first).to(model.device))
     assert cache is not None
     device = model.device
     pads = (width - lengths).to(device)
@@ -156,11 +180,11 @@ def _prefill(
         ids=torch.arange(len(requests), device=device),
         pads=pads,
         mask=key_mask(pads, width + int(allowed.max()), model.dtype),
-        positions=lengths.to(device),
+        positions=torch.cat([read.positions for read in parts])[source.to(device)],
         limits=allowed.to(device),
         alive=torch.ones(len(requests), dtype=torch.bool, device=device),
     )
-    return batch, torch.cat(parts)[source.to(device)]
+    return batch, torch.cat([read.logits for read in parts])[source.to(device)]
 
 
 def _record(output: _Output, batch: _Batch, step: int, tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> None:
@@ -245,10 +269,7 @@ def sample_tokens(logits: Tensor, noise: Tensor, params: SamplingParams) -> tupl
     """
     if params.temperature == 0.0:
         return _greedy(logits.float())
-    scaled = logits.float()
-    if params.temperature != 1.0:
-        scaled = scaled / params.temperature
-    probabilities = _truncate(scaled, params).softmax(dim=-1)
+    probabilities = _probabilities(logits, params)
     # A GPU sums in parallel, so float32 sums would also rise at tokens of probability zero, and these could be drawn.
     cumulative = (probabilities.double() if probabilities.is_cuda else probabilities).cumsum(dim=-1)
     total = cumulative[:, -1:]
@@ -256,6 +277,42 @@ def sample_tokens(logits: Tensor, noise: Tensor, params: SamplingParams) -> tupl
     target = torch.minimum(noise[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, target, right=True)
     return tokens[:, 0], probabilities.gather(1, tokens).log()[:, 0]
+
+
+def top_log_probs(logits: Tensor, params: SamplingParams) -> list[TopLogProbs]:
+    """Returns for each row the `params.top_log_probs` likeliest tokens of the distribution that `sample_tokens` draws from.
+
+    logits: (rows, vocabulary), any floating dtype.
+    """
+    if params.temperature == 0.0:
+        log_probs = logits.float() - logits.float().logsumexp(dim=-1, keepdim=True)
+    else:
+        log_probs = _probabilities(logits, params).log()
+    best = log_probs.topk(min(params.top_log_probs, log_probs.shape[-1]), dim=-1)
+    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [[(token, value) for token, value in zip(*row, strict=True) if value > -math.inf] for row in rows]
+
+
+@torch.inference_mode()
+def prompt_log_probs(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[tuple[float, TopLogProbs]]:
+    """Returns the log-prob of each token of a prompt after the first, by the plain model at temperature 1, and the `count`
+    likeliest tokens in its place.  Reads the prompt in parts, so that the logits of a long one fit."""
+    ids, found = torch.tensor([list(prompt)], device=model.device), list[tuple[float, TopLogProbs]]()
+    plain, cache = SamplingParams(top_log_probs=count), DynamicCache()
+    for first in range(0, len(prompt) - 1, SCORED_TOKENS):
+        part = ids[:, first : min(first + SCORED_TOKENS, len(prompt) - 1)]
+        logits = model(input_ids=part, past_key_values=cache, use_cache=True).logits[0]
+        following = ids[0, first + 1 : first + 1 + len(logits)]
+        values = logits.float().log_softmax(dim=-1).gather(1, following[:, None])[:, 0].tolist()
+        found += zip(values, top_log_probs(logits, plain) if count else [[] for _ in values], strict=True)
+    return found
+
+
+def _probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    scaled = logits.float()
+    if params.temperature != 1.0:
+        scaled = scaled / params.temperature
+    return _truncate(scaled, params).softmax(dim=-1)
 
 
 def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

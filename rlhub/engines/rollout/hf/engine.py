@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.initialization import no_init_weights
@@ -26,12 +26,21 @@ from rlhub.engines.rollout.base import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
+    TopLogProbs,
     WeightBucket,
     apply_buckets,
     resolve_dtype,
 )
 from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper, TokenEvent
-from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, key_mask, prefill_chunks, read_prompts, widen
+from rlhub.engines.rollout.hf.cache import (
+    Places,
+    Prompt,
+    allocate,
+    fill_rows,
+    prefill_chunks,
+    read_prompts,
+    widen,
+)
 from rlhub.engines.rollout.hf.decode import (
     FIRST_CAPACITY,
     KEEP_FRACTION,
@@ -42,19 +51,22 @@ from rlhub.engines.rollout.hf.decode import (
     decode,
     decode_actions,
     decode_step,
+    prompt_log_probs,
     sample_tokens,
     token_uniforms,
+    top_log_probs,
 )
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError
 from rlhub.models.experts import unfused_tensors
 from rlhub.models.hf import policy_loader
+from rlhub.models.lora import add_lora, saved_names
 from rlhub.models.required_weights import load_checked
+from rlhub.models.vision import ImageReader, image_reader
 from rlhub.models.vla.policy import complete
 from rlhub.protocol.weights.pieces import Piece, whole_piece
 
 SPARE_DIVISOR = 8  # a cache that is copied for more rows gets 1/8 more places, for rows that will join soon
-SPARE_MASK_COLUMNS = 128  # the columns of a new mask beyond the cache's
 PADDING_INTERVAL = 64  # steps between two searches for columns that are padding in every row
 NOISE_BLOCK = 64  # noise of a row is drawn for this many tokens at once
 
@@ -72,13 +84,15 @@ class HFEngine(SteppedEngine):
         super().__init__(setup)
         self._dtype = resolve_dtype(setup.config.dtype, setup.device)
         self._vla = vla_of(setup.model)
+        self._reader = image_reader(setup.model)
         self._model: PreTrainedModel | None = None
         self._weights: dict[str, Tensor] = {}
+        self._standby: dict[str, Tensor] = {}  # by the names of the parameters
 
     def initialize(self) -> None:
         with torch.random.fork_rng(devices=[self._setup.device] if self._setup.device.type == "cuda" else []):
             self._model = self._build()
-        self._weights = _named_weights(self._model)
+        self._weights = self._named_weights()
         self._ready = self._setup.load_checkpoint
 
     def _build(self) -> PreTrainedModel:
@@ -87,8 +101,8 @@ class HFEngine(SteppedEngine):
         config = AutoConfig.from_pretrained(setup.model.path, trust_remote_code=trust, **setup.model.override_config)
         _refuse_short_windows(config, setup.max_model_len)
         options = {"dtype": self._dtype, "trust_remote_code": trust}
-        loader, kind = policy_loader(setup.model), setup.model.policy_kind
-        if setup.load_checkpoint:
+        loader, kind = policy_loader(setup.model, config), setup.model.policy_kind
+        if setup.reads_files:
             model = load_checked(loader, str(setup.model.path), config, kind, **options)
         else:
             with no_init_weights():  # the first update overwrites every weight
@@ -96,6 +110,9 @@ class HFEngine(SteppedEngine):
             model.tie_weights()
         if self._vla is not None:
             complete(model, self._vla, setup.model.path)
+        if setup.adapters:  # with scale 1, because B comes with the scale
+            unscaled = replace(setup.model, lora_alpha=float(setup.model.lora_rank))
+            add_lora(model, unscaled, head=model.get_output_embeddings(), seed=setup.seed)
         return model.to(setup.device).requires_grad_(False).eval()
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
@@ -113,7 +130,10 @@ class HFEngine(SteppedEngine):
         for first in range(0, len(order), max_rows):
             indices = order[first : first + max_rows]
             chosen = [requests[i] for i in indices]
-            batch = decode_actions(self._model, vla, chosen, params) if vla else decode(self._model, chosen, params, limits)
+            if vla is not None:
+                batch = decode_actions(self._model, vla, chosen, params)
+            else:
+                batch = decode(self._model, chosen, params, limits, self._reader)
             for index, completion in zip(indices, batch, strict=True):
                 completion.versions = [self.version] * len(completion.token_ids)
                 completions[index] = completion
@@ -124,11 +144,15 @@ class HFEngine(SteppedEngine):
         return None if self._model is None else int(self._model.get_input_embeddings().weight.shape[0])
 
     @property
-    def _reads_images(self) -> bool:
-        return self._vla is not None
+    def _reads(self) -> frozenset[str]:
+        return frozenset({"images"} if self._vla is not None else {"pictures"} if self._reader is not None else ())
 
-    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
-        super()._check(requests, params)
+    @property
+    def _ranks(self) -> bool:
+        return self._vla is None
+
+    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams, *, ranks: bool = False) -> None:
+        super()._check(requests, params, ranks=ranks)
         if self._vla is not None:
             check_actions(requests, params, self._vla)
 
@@ -136,7 +160,7 @@ class HFEngine(SteppedEngine):
         assert self._model is not None, "single requests are refused before"
         if self._vla is not None:
             return ActionBatch(self._model, self._vla, self._setup.config.max_num_seqs)
-        return ContinuousBatch(self._model, self._limits(), self._setup.config.max_num_seqs)
+        return ContinuousBatch(self._model, self._limits(), self._setup.config.max_num_seqs, self._reader)
 
     def _limits(self) -> DecodeLimits:
         config = self._setup.config
@@ -166,6 +190,29 @@ class HFEngine(SteppedEngine):
         for name, tensor in self._weights.items():
             yield whole_piece(name, tensor)
 
+    def standby_weights(self) -> Iterator[Piece]:
+        assert self._model is not None, "initialize first"
+        if not self._standby:
+            self._standby = {name: torch.empty_like(param) for name, param in self._updated()}
+        return (whole_piece(name, tensor) for name, tensor in unfused_tensors(self._standby.items()))
+
+    def exchange(self) -> None:
+        assert self._model is not None, "initialize first"
+        for name, param in self._updated():
+            param.data, self._standby[name] = self._standby[name], param.data
+        self._weights = self._named_weights()
+
+    def _updated(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that updates bring: all, a tied one at the input embedding; or the adapters, in peft's names."""
+        assert self._model is not None, "initialize first"
+        names = saved_names(self._model, self._setup.model.policy_kind)
+        for name, param in self._model.named_parameters():
+            if not names or name in names:
+                yield names.get(name, name), param
+
+    def _named_weights(self) -> dict[str, Tensor]:
+        return dict(unfused_tensors((name, param.detach()) for name, param in self._updated()))
+
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weights[name].dtype
 
@@ -178,12 +225,7 @@ class HFEngine(SteppedEngine):
 
     def shutdown(self) -> None:
         self._loop.close()
-        self._model, self._weights, self._ready = None, {}, False
-
-
-def _named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the parameters by name; a tied weight has one entry, at the input embedding."""
-    return dict(unfused_tensors((name, param.detach()) for name, param in model.named_parameters()))
+        self._model, self._weights, self._standby, self._ready = None, {}, {}, False
 
 
 def _refuse_short_windows(config: PreTrainedConfig, max_model_len: int) -> None:
@@ -202,14 +244,18 @@ def _refuse_short_windows(config: PreTrainedConfig, max_model_len: int) -> None:
 
 
 class ContinuousBatch:
-    """A Stepper over a Hugging Face model.  max_rows: the most requests that run at once; the others wait."""
+    """A Stepper over a Hugging Face model.
 
-    def __init__(self, model: PreTrainedModel, limits: DecodeLimits, max_rows: int) -> None:
+    max_rows: the most requests that run at once; the others wait.  reader: of the pictures of requests, if the model reads some.
+    """
+
+    def __init__(self, model: PreTrainedModel, limits: DecodeLimits, max_rows: int, reader: ImageReader | None = None) -> None:
         self._model = model
+        self._reader = reader
         self._limits = limits
         self._max_rows = max_rows
         self._waiting: deque[_Row] = deque()
-        self._places: _Places | None = None
+        self._places: Places[_Row] | None = None
 
     def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
         length = len(request.prompt_ids)
@@ -219,6 +265,7 @@ class ContinuousBatch:
             _Row(
                 key=key,
                 ids=list(request.prompt_ids),
+                pictures=request.pictures,
                 seed=request.seed,
                 params=params,
                 stops=stops,
@@ -252,11 +299,11 @@ class ContinuousBatch:
         if joining:
             logits = self._join(joining, logits)
         assert self._places is not None and logits is not None
-        tokens, log_probs = self._sample(logits, self._places)
+        tokens, log_probs, tops = self._sample(logits, self._places)
         self._places.tokens = tokens
-        return self._record(self._places, tokens.tolist(), log_probs.tolist())
+        return self._record(self._places, tokens.tolist(), log_probs.tolist(), tops)
 
-    def _forward(self, places: _Places) -> Tensor:
+    def _forward(self, places: Places[_Row]) -> Tensor:
         """Feeds every place's last token; returns the logits (places, vocabulary)."""
         columns = places.length + 1
         if places.mask is not None and places.mask.shape[-1] < columns:
@@ -266,7 +313,7 @@ class ContinuousBatch:
         places.positions = places.positions + places.advance
         return logits
 
-    def _shrink(self, places: _Places, num_running: int, num_joining: int) -> None:
+    def _shrink(self, places: Places[_Row], num_running: int, num_joining: int) -> None:
         """Drops empty places, or columns that no row needs, once they make up a quarter of the cache."""
         taken = places.taken()
         look = places.length % PADDING_INTERVAL == 0  # reading `pads` waits for the device
@@ -279,29 +326,34 @@ class ContinuousBatch:
 
         logits: those of the places before, (places, vocabulary), or None without any.  Returns the logits of all places.
         """
-        prompts = sorted({tuple(row.ids) for row in joining}, key=len)
+        prompts = sorted({row.prompt for row in joining}, key=len)
         chunks = prefill_chunks([len(prompt) for prompt in prompts], self._limits.max_prefill_tokens)
-        read = [read_prompts(self._model, prompts[first:stop]) for first, stop in chunks]
+        read = [read_prompts(self._model, prompts[first:stop], self._reader) for first, stop in chunks]
         if logits is None:
-            self._places = self._new_places(len(joining), len(prompts[-1]), read[0][1])
-            logits = read[0][0].new_empty(len(joining), read[0][0].shape[1])
+            self._places = self._new_places(len(joining), len(prompts[-1]), read[0].cache)
+            logits = read[0].logits.new_empty(len(joining), read[0].logits.shape[1])
         assert self._places is not None
         places = self._places
         logits = self._make_places(places, len(joining), len(prompts[-1]), logits)
         number = {prompt: i for i, prompt in enumerate(prompts)}
         free = places.free()[: len(joining)]
-        source = torch.tensor([number[tuple(row.ids)] for row in joining])
+        source = torch.tensor([number[row.prompt] for row in joining])
         index = torch.tensor(free)
-        for (first, stop), (_, prefilled) in zip(chunks, read, strict=True):
+        for (first, stop), one in zip(chunks, read, strict=True):
             inside = (source >= first) & (source < stop)
-            fill_rows(places.cache, prefilled, index[inside].to(logits.device), (source[inside] - first).to(logits.device))
+            fill_rows(places.cache, one.cache, index[inside].to(logits.device), (source[inside] - first).to(logits.device))
         self._fill(places, free, joining)
-        logits[index.to(logits.device)] = torch.cat([part for part, _ in read])[source.to(logits.device)]
+        for row in joining:
+            if row.params.prompt_log_probs and not row.sampled:
+                row.prompt_log_probs = prompt_log_probs(self._model, row.ids, row.params.top_log_probs)
+        index, source = index.to(logits.device), source.to(logits.device)
+        places.positions[index] = torch.cat([one.positions for one in read])[source]
+        logits[index] = torch.cat([one.logits for one in read])[source]
         return logits
 
-    def _new_places(self, count: int, width: int, prefilled: Cache) -> _Places:
+    def _new_places(self, count: int, width: int, prefilled: Cache) -> Places[_Row]:
         zeros = torch.zeros(count, dtype=torch.long, device=self._model.device)
-        return _Places(
+        return Places(
             cache=allocate(prefilled, count, width, width + FIRST_CAPACITY),
             rows=[None] * count,
             pads=zeros,
@@ -311,7 +363,7 @@ class ContinuousBatch:
             mask=None,
         )
 
-    def _make_places(self, places: _Places, count: int, width: int, logits: Tensor) -> Tensor:
+    def _make_places(self, places: Places[_Row], count: int, width: int, logits: Tensor) -> Tensor:
         """Provides at least `count` empty places of at least `width` columns; returns the logits of all places."""
         if len(places.free()) < count:
             taken = places.taken()
@@ -324,34 +376,40 @@ class ContinuousBatch:
             places.pads = places.pads + more
         return logits
 
-    def _fill(self, places: _Places, free: list[int], joining: list[_Row]) -> None:
+    def _fill(self, places: Places[_Row], free: list[int], joining: list[_Row]) -> None:
         index = torch.tensor(free, device=places.pads.device)
         lengths = torch.tensor([len(row.ids) for row in joining], device=places.pads.device)
         places.pads[index] = places.length - lengths
-        places.positions[index] = lengths
         places.advance[index] = 1
         for place, row in zip(free, joining, strict=True):
             places.rows[place] = row
         places.remask()
 
-    def _sample(self, logits: Tensor, places: _Places) -> tuple[Tensor, Tensor]:
+    def _sample(self, logits: Tensor, places: Places[_Row]) -> tuple[Tensor, Tensor, dict[int, TopLogProbs]]:
         """Samples one token per place with its log-prob, both (places,), by each row's own parameters.  The values of empty
-        places are meaningless."""
+        places are meaningless.  Also returns the likeliest tokens of the places that ask for them."""
         noise = torch.tensor([0.0 if row is None else row.next_uniform() for row in places.rows], device=logits.device)
         kinds: list[SamplingParams] = []
         for row in places.rows:
             if row is not None and row.params not in kinds:
                 kinds.append(row.params)
+        tops: dict[int, TopLogProbs] = {}
         if len(kinds) == 1:
-            return sample_tokens(logits, noise, kinds[0])
+            if kinds[0].top_log_probs:
+                tops = dict(enumerate(top_log_probs(logits, kinds[0])))
+            return *sample_tokens(logits, noise, kinds[0]), tops
         tokens, log_probs = torch.zeros_like(places.tokens), torch.zeros_like(noise)
         for kind in kinds:
             chosen = [place for place, row in enumerate(places.rows) if row is not None and row.params == kind]
             index = torch.tensor(chosen, device=logits.device)
             tokens[index], log_probs[index] = sample_tokens(logits[index], noise[index], kind)
-        return tokens, log_probs
+            if kind.top_log_probs:
+                tops |= zip(chosen, top_log_probs(logits[index], kind), strict=True)
+        return tokens, log_probs, tops
 
-    def _record(self, places: _Places, tokens: list[int], log_probs: list[float]) -> list[TokenEvent]:
+    def _record(
+        self, places: Places[_Row], tokens: list[int], log_probs: list[float], tops: Mapping[int, TopLogProbs]
+    ) -> list[TokenEvent]:
         """Appends the step's tokens to their rows, and removes the rows that end with them."""
         events = []
         for place, row in enumerate(places.rows):
@@ -362,79 +420,27 @@ class ContinuousBatch:
                 raise EngineError(NOT_FINITE)
             row.ids.append(token)
             row.count += 1
+            row.sampled = True
             reason: FinishReason | None = None
             if token in row.stops or row.count >= row.limit:
                 reason = "stop" if token in row.stops else "length"
                 places.leave(place)
-            events.append(TokenEvent(row.key, token, log_probs[place], reason))
+            events.append(TokenEvent(row.key, token, log_probs[place], reason, tops.get(place), row.prompt_log_probs))
+            row.prompt_log_probs = None
         if not any(places.rows):
             self._places = None
         return events
-
-
-@dataclass(slots=True, kw_only=True)
-class _Places:
-    """The rows' places in the cache, including empty ones (None).  All tensors are (places,).
-
-    pads: the number of padding columns before the row.
-    positions: the position of the next token.
-    advance: 1 where there is a row, else 0.
-    tokens: the token that was sampled last.
-    mask: see `key_mask`.
-    """
-
-    cache: Cache
-    rows: list[_Row | None]
-    pads: Tensor
-    positions: Tensor
-    advance: Tensor
-    tokens: Tensor
-    mask: Tensor | None
-
-    @property
-    def length(self) -> int:
-        """Returns the number of filled columns of the cache."""
-        length: int = self.cache.layers[0].get_seq_length()
-        return length
-
-    def taken(self) -> list[int]:
-        return [place for place, row in enumerate(self.rows) if row is not None]
-
-    def free(self) -> list[int]:
-        return [place for place, row in enumerate(self.rows) if row is None]
-
-    def arrange(self, sources: list[int], rows: list[_Row | None]) -> Tensor:
-        """Copies the places `sources` into new ones, which hold `rows`, and returns `sources` as a tensor.
-
-        Columns that are padding for every row are dropped.
-        """
-        index = torch.tensor(sources, device=self.pads.device)
-        first_column = int(self.pads[index].min())
-        keep_rows(self.cache, index, first_column)
-        self.pads, self.positions = self.pads[index] - first_column, self.positions[index]
-        self.advance, self.tokens = self.advance[index], self.tokens[index]
-        self.rows = rows
-        self.advance[[place for place, row in enumerate(rows) if row is None]] = 0
-        self.remask()
-        return index
-
-    def remask(self) -> None:
-        """Builds a new mask, with columns to spare."""
-        self.mask = key_mask(self.pads, self.length + SPARE_MASK_COLUMNS, self.cache.layers[0].keys.dtype)
-
-    def leave(self, place: int) -> None:
-        """Empties the place of a row that has ended."""
-        self.rows[place] = None
-        self.advance[place] = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Row:
     """One request of the batch.
 
+    pictures: of the prompt.
     ids: the tokens of the prompt and of the completion; the last one is not in the cache yet.
     count: the completion's tokens so far, including those of an earlier attempt.
     limit: the largest number of tokens that the completion may have.
+    sampled: whether a token was sampled for this request.
     """
 
     key: int
@@ -444,7 +450,15 @@ class _Row:
     stops: frozenset[int]
     count: int
     limit: int
+    pictures: bytes = b""
+    sampled: bool = False
     noise: list[float] = field(default_factory=list)  # uniforms of the tokens that follow, the next one last
+    prompt_log_probs: list[tuple[float, TopLogProbs]] | None = None  # until its next token
+
+    @property
+    def prompt(self) -> Prompt:
+        """Returns what the row reads when it joins."""
+        return Prompt(tuple(self.ids), self.pictures)
 
     def next_uniform(self) -> float:
         """Returns the uniform of the token that is sampled next."""

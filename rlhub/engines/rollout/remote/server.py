@@ -207,6 +207,10 @@ def remote_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
             f"{SECTION}.urls is not set, but actor_rollout_ref.rollout.name={config.name}: name the servers, for example "
             "[http://host:8000] (python -m rlhub.trainer.main_serve starts one)"
         )
+    if trains and config.lora_sync == "adapter":
+        problems.append(
+            "actor_rollout_ref.rollout.lora_sync=adapter: a server of another job takes whole models; set it to merged"
+        )
     keys = [*_key_problems("api_key_file", remote.api_key_file), *_key_problems("admin_key_file", remote.admin_key_file)]
     return [*problems, *keys, *(_weight_problems(remote) if trains else ())]
 

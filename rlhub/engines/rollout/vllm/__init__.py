@@ -8,6 +8,7 @@ selects that with one device too.
     async_engine  RolloutEngine over processes of vLLM's
     entrypoints   the LLM and the AsyncLLMEngine that the two drive, and the arguments these are built with
     conversion    requests and outputs in vLLM's terms
+    parsers       vLLM's parsers of tool calls and reasoning
     worker        vLLM's parameters as views under Hugging Face names, also inside its worker processes
     environment   the environment that vLLM needs in a process, and the end of its processes with their owner
     internals     the names of vLLM's that it does not promise to keep

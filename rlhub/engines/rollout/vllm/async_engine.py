@@ -11,7 +11,7 @@ import itertools
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -19,7 +19,6 @@ import torch
 from rlhub.engines.rollout.base import (
     Completion,
     ExternalWeights,
-    FinishReason,
     Follow,
     GenerationRequest,
     Progress,
@@ -80,8 +79,9 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
         self._vocab_size: int | None = None
 
     def initialize(self) -> None:
-        if self._setup.load_checkpoint:
-            check_weights(self._setup.model, "policy")
+        model = self._setup.model
+        if self._setup.reads_files:
+            check_weights(model, "policy")
         self._thread = LoopThread("vllm-client")
         start_resource_tracker()  # vLLM's processes talk to each other through shared memory
         try:
@@ -89,8 +89,10 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
                 self._client = self._thread.run(self._build())
             self._vocab_size = self._client.vocab_size
             self._new_weights(self.version)
-            if self._setup.load_checkpoint:
-                self.call_workers(LOADED_WEIGHTS, "check", str(self._setup.model.path))
+            if self._setup.reads_files:
+                self.call_workers(LOADED_WEIGHTS, "check", str(model.path))
+            if self._setup.adapters:
+                self.call_workers(LOADED_WEIGHTS, "add_adapter", model.lora_rank, model.target_modules)
         except BaseException as error:
             self.shutdown()
             if isinstance(error, RuntimeError) and not isinstance(error, RlhubError):
@@ -120,14 +122,15 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         if not self._paused:
             self._refuse_unready("generate")
-        self._check([request], params)
+        self._check([request], params, ranks=True)
         relay = None if follow is None else ProgressRelay(follow)
         work = self._answer(self._enter(request), params, relay)
         answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop().loop))
         return await (answer if relay is None else relay.until(answer))
 
-    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
-        check_requests(requests, params, max_model_len=self._setup.max_model_len, vocab_size=self.vocab_size)
+    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams, *, ranks: bool = False) -> None:
+        most, vocabulary = self._setup.max_model_len, self.vocab_size
+        check_requests(requests, params, max_model_len=most, vocab_size=vocabulary, shapes=True, ranks=ranks)
 
     @property
     def vocab_size(self) -> int | None:
@@ -141,10 +144,9 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
     async def _answer(self, live: _Pending, params: SamplingParams, relay: ProgressRelay | None) -> Completion:
         """Serves one request on the client's loop, from its arrival to its end."""
 
-        def stream(tokens: list[int], log_probs: list[float], reason: FinishReason | None) -> None:
+        def stream(progress: Progress) -> None:
             assert relay is not None
-            versions = [self.version] * len(tokens)
-            relay.send(Progress(token_ids=tokens, log_probs=log_probs, versions=versions, finish_reason=reason))
+            relay.send(replace(progress, versions=[self.version] * len(progress.token_ids)))
 
         try:
             if self._paused and not live.aborted:

@@ -19,7 +19,6 @@ from rlhub.engines.rollout.base import (
     GenerationRequest,
     SamplingParams,
     WeightBucket,
-    apply_buckets,
     resolve_dtype,
 )
 from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from rlhub.engines.rollout.vllm.entrypoints import InProcessLLM
 
 DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights; the next update restores the weights
+KEEP_WEIGHTS = 1  # the level that moves the weights to host memory: of a base that no update restores
 SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of the memory that sleep frees, in the order of waking
 
 
@@ -62,16 +62,19 @@ class VLLMEngine(SteppedEngine):
             world_size=world_size,
             local_rank=self._setup.device.index or 0,
         )
-        if self._setup.load_checkpoint:
+        if self._setup.reads_files:
             check_weights(self._setup.model, "policy")
         with guarded_process(variables):
             # Imported only now: vLLM reads the environment while it is imported.
             from rlhub.engines.rollout.vllm.entrypoints import InProcessLLM
 
             self._llm = InProcessLLM(self._setup, self._dtype, in_process_group=in_process_group)
+        model = self._setup.model
+        if self._setup.reads_files:
+            refuse_nonfinite(str(model.path), ((piece.name, piece.tensor) for piece in self.live_weights()))
+        if self._setup.adapters:
+            self._llm.add_adapter(model.lora_rank, model.target_modules)
         self._weight_dtypes = {piece.name: piece.tensor.dtype for piece in self.live_weights()}
-        if self._setup.load_checkpoint:
-            refuse_nonfinite(str(self._setup.model.path), ((piece.name, piece.tensor) for piece in self.live_weights()))
         self._ready = self._setup.load_checkpoint
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
@@ -84,8 +87,9 @@ class VLLMEngine(SteppedEngine):
         vllm = self._running()
         with self._generating(), vllm.whole_batch() as llm:
             sampling = [vllm_params(request, params) for request in requests]
-            outputs = llm.generate([vllm.prompt(request) for request in requests], sampling, use_tqdm=False)
-        return [completion_of(output.outputs[0], params, self.version) for output in outputs]
+            prompts = [vllm.prompt(request) for request in requests]
+            outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=vllm.adapter)
+        return [completion_of(output, params, self.version) for output in outputs]
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         if self._setup.config.tensor_model_parallel_size > 1:
@@ -103,6 +107,14 @@ class VLLMEngine(SteppedEngine):
     def failure(self) -> str:
         return super().failure or ("" if self._llm is None else self._llm.failure)
 
+    @property
+    def _shapes(self) -> bool:
+        return True
+
+    @property
+    def _ranks(self) -> bool:
+        return True
+
     def _make_stepper(self) -> Stepper:
         self._running().check_steps()
         return self._running()
@@ -115,7 +127,7 @@ class VLLMEngine(SteppedEngine):
     @torch.no_grad()
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         with self.overwriting(version):
-            apply_buckets(buckets, self._weight_dtypes, self._running().load_weights)
+            self._running().load_stream(buckets, self._weight_dtypes)
 
     @contextmanager
     def overwriting(self, version: int) -> Iterator[None]:
@@ -132,6 +144,12 @@ class VLLMEngine(SteppedEngine):
     def live_weights(self) -> Iterator[Piece]:
         return self._running().live_weights()
 
+    def standby_weights(self) -> Iterator[Piece] | None:
+        return self._running().standby.pieces()
+
+    def exchange(self) -> None:
+        self._running().standby.exchange()
+
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weight_dtypes[name]
 
@@ -139,7 +157,7 @@ class VLLMEngine(SteppedEngine):
         with self._loop.exclusive("sleep"):
             self._ready = False
             if self._running().can_sleep and not self._asleep:
-                self._running().llm.sleep(level=DISCARD_WEIGHTS)
+                self._running().llm.sleep(level=KEEP_WEIGHTS if self._setup.adapters else DISCARD_WEIGHTS)
                 self._asleep = list(SLEEPING_PARTS)
 
     def wake_up(self, *, weights_only: bool = False) -> None:

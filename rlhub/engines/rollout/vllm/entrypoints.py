@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -24,14 +25,14 @@ from vllm import LLM, AsyncEngineArgs, AsyncLLMEngine, CompletionOutput, Request
 from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 
-from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams, WeightBucket
+from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams, WeightBucket
 from rlhub.engines.rollout.continuous_batching import TokenEvent
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.vllm import internals
-from rlhub.engines.rollout.vllm.conversion import finish_reason_of, log_probs_of, vllm_params
+from rlhub.engines.rollout.vllm.conversion import ADAPTER, finish_reason_of, progress_of, vllm_params
 from rlhub.engines.rollout.vllm.environment import agree_on_stream, agree_on_threads, end_with_owner, job_identity, own_stream
 from rlhub.engines.rollout.vllm.internals import MultiprocExecutor, UniProcExecutor, cpu_head_widths
-from rlhub.engines.rollout.vllm.worker import live_weights, load_weights
+from rlhub.engines.rollout.vllm.worker import StandbyWeights, add_adapter, live_weights, load_stream
 from rlhub.errors import EngineError
 from rlhub.protocol.weights.pieces import Piece
 
@@ -41,9 +42,9 @@ CPU_BLOCK_TOKENS = 32  # vLLM's CPU attention wants multiples of 32; small block
 MIN_CACHE_BYTES = 16 << 20
 MAX_CACHE_BYTES = 4 << 30
 FREE_MEMORY_DIVISOR = 8  # the cache takes at most 1/8 of the free memory, because several ranks start on one machine
-OnTokens = Callable[[list[int], list[float], FinishReason | None], None]
-"""A callback for the tokens of one request: (new tokens, their log-probs, the finish reason with the last tokens and None
-before).  The log-probs are empty if the request did not ask for them."""
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 512)  # of vLLM's max_lora_rank
+OnTokens = Callable[[Progress], None]
+"""A callback for the next tokens of one request, without their versions."""
 
 
 class InProcessLLM:
@@ -71,8 +72,10 @@ class InProcessLLM:
         self._in_process_group = in_process_group
         self._devices = [setup.device] if setup.device.type == "cuda" else []
         self._stream = own_stream(setup.device)
+        self.adapter = ADAPTER if setup.adapters else None
         self._failure: BaseException | None = None
         self._salts = itertools.count()
+        self.standby = StandbyWeights(self.model)
         self.weights_changed()
 
     @property
@@ -96,9 +99,13 @@ class InProcessLLM:
         """Returns how many steps vLLM schedules before the first of them has ended."""
         return int(self.llm.llm_engine.vllm_config.max_concurrent_batches)
 
-    def load_weights(self, bucket: WeightBucket) -> None:
-        """Writes full tensors with Hugging Face names; each rank takes its own part of them."""
-        load_weights(self.model, bucket)
+    def load_stream(self, buckets: Iterable[WeightBucket], expected: Mapping[str, torch.dtype]) -> None:
+        """Writes a whole stream of full tensors; each rank takes its own part of them."""
+        load_stream(self.model, buckets, expected)
+
+    def add_adapter(self, rank: int, targets: str | list[str]) -> None:
+        """Adds a LoRA adapter of zeros, which alone is `live_weights` from then on."""
+        add_adapter(self.model, rank, targets)
 
     def live_weights(self) -> Iterator[Piece]:
         """Yields this rank's parameters as views under Hugging Face names."""
@@ -162,20 +169,14 @@ class InProcessLLM:
     def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
         self._refuse_failed()
         prompt = tokens_input(list(request.prompt_ids), cache_salt=self._salt)  # equal to `prompt`, without the renderer's work
-        self.llm.llm_engine.add_request(str(key), prompt, vllm_params(request, params, stream=True))
+        self.llm.llm_engine.add_request(str(key), prompt, vllm_params(request, params, stream=True), lora_request=self.adapter)
 
     def step(self) -> Sequence[TokenEvent]:
         agree_on_threads()
         agree_on_stream(self._stream)
-        events = []
+        events: list[TokenEvent] = []
         for output in self._step():
-            part = output.outputs[0]
-            reason = finish_reason_of(part) if output.finished else None
-            last = len(part.token_ids) - 1
-            events += [
-                TokenEvent(int(output.request_id), token, log_prob, reason if i == last else None)
-                for i, (token, log_prob) in enumerate(zip(part.token_ids, log_probs_of(part), strict=True))
-            ]
+            events += _events(int(output.request_id), progress_of(output))
         return events
 
     def remove(self, keys: Collection[int]) -> None:
@@ -189,6 +190,14 @@ class InProcessLLM:
     def shut_down(self) -> None:
         """Releases the engine and leaves the job's process group intact."""
         internals.shut_down(self.llm, keep_process_group=self._in_process_group)
+
+
+def _events(key: int, part: Progress) -> Iterator[TokenEvent]:
+    last, tops = len(part.token_ids) - 1, part.top_log_probs or itertools.repeat(None)
+    for i, (token, log_prob, top) in enumerate(zip(part.token_ids, part.log_probs, tops, strict=False)):
+        yield TokenEvent(
+            key, token, log_prob, part.finish_reason if i == last else None, top, None if i else part.prompt_log_probs
+        )
 
 
 def _itself(model: nn.Module) -> nn.Module:
@@ -215,6 +224,7 @@ class AsyncClient:
             log_stats=False,
             log_requests=False,
         )
+        self._adapter = ADAPTER if setup.adapters else None
         self._entry = asyncio.Lock()  # held while a request travels to the core, so that none does during a pause
 
     async def generate(
@@ -228,7 +238,7 @@ class AsyncClient:
         prompt = tokens_input(list(request.prompt_ids), cache_salt=salt)
         try:
             async with self._entry:
-                queue = await self._llm.add_request(key, prompt, sampling)
+                queue = await self._llm.add_request(key, prompt, sampling, lora_request=self._adapter)
             answer = _Answer(params, on_tokens)
             while not answer.add(queue.get_nowait() or await queue.get()):
                 pass
@@ -244,7 +254,7 @@ class AsyncClient:
     async def pause(self) -> None:
         """Stops the engine between two steps and returns when no step is computing.  Requests keep their tokens."""
         async with self._entry:
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            await internals.pause(self._llm)
 
     async def resume(self, *, recompute: bool) -> None:
         """Continues stepping.  recompute: first discards the keys and values of all requests."""
@@ -281,29 +291,24 @@ class _Answer:
 
     def __init__(self, params: SamplingParams, on_tokens: OnTokens | None) -> None:
         self._params, self._on_tokens = params, on_tokens
-        self._tokens: list[int] = []
-        self._log_probs: list[float] = []
+        self._written = Completion(token_ids=[], log_probs=[], finish_reason="abort")
         self._last: CompletionOutput | None = None
 
     def add(self, output: RequestOutput) -> bool:
         """Adds an output; returns whether it is the last."""
-        self._last = part = output.outputs[0]
-        tokens, log_probs = list(part.token_ids), log_probs_of(part)
-        log_probs = log_probs if self._params.log_probs else []
-        self._tokens += tokens
-        self._log_probs += log_probs
-        if self._on_tokens is not None and tokens:
-            self._on_tokens(tokens, log_probs, finish_reason_of(part) if output.finished else None)
+        self._last, part = output.outputs[0], progress_of(output, self._params)
+        self._written.extend(part)
+        if self._on_tokens is not None and part.token_ids:
+            self._on_tokens(part)
         return bool(output.finished)
 
     def completion(self) -> Completion:
         """Returns the completion.  Call after the last output."""
         assert self._last is not None
         versions = [int(span.version) for span in self._last.weight_versions or () for _ in range(span.start, span.end)]
-        if len(versions) != len(self._tokens):
-            raise EngineError(f"vLLM returned {len(versions)} versions for {len(self._tokens)} tokens")
-        reason = finish_reason_of(self._last)
-        return Completion(token_ids=self._tokens, log_probs=self._log_probs, finish_reason=reason, versions=versions)
+        if len(versions) != len(self._written.token_ids):
+            raise EngineError(f"vLLM returned {len(versions)} versions for {len(self._written.token_ids)} tokens")
+        return replace(self._written, versions=versions, finish_reason=finish_reason_of(self._last))
 
 
 class CoreExecutor(UniProcExecutor):  # type: ignore[misc]  # vLLM's types are not read
@@ -337,7 +342,7 @@ def _arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
         "model": setup.model.path,
         "trust_remote_code": setup.model.trust_remote_code,
         "hf_overrides": dict(setup.model.override_config),
-        "load_format": "auto" if setup.load_checkpoint else "dummy",
+        "load_format": "auto" if setup.reads_files else "dummy",
         "dtype": str(dtype).removeprefix("torch."),
         "seed": setup.seed + setup.dp_rank,  # ranks of one tensor-parallel group must agree, replicas must not
         "tensor_parallel_size": config.tensor_model_parallel_size,
@@ -349,9 +354,21 @@ def _arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enforce_eager": config.enforce_eager,
         "logprobs_mode": "processed_logprobs",  # those of the sampled distribution, which the trainer compares with its own
-        "skip_tokenizer_init": True,  # token in, token out
+        "skip_tokenizer_init": not setup.structured,  # token in, token out; only grammars need the texts of tokens
         "generation_config": "vllm",  # the model folder's sampling defaults must not change the requests
+        **(_lora_arguments(setup.model.lora_rank) if setup.adapters else {}),
     }
+
+
+def _lora_arguments(rank: int) -> dict[str, Any]:
+    """Returns the arguments of an engine with one adapter.  Raises EngineError for a rank beyond what vLLM's kernels have."""
+    largest = next((size for size in ADAPTER_RANKS if size >= rank), None)
+    if largest is None:
+        raise EngineError(
+            f"vLLM computes adapters of rank {ADAPTER_RANKS[-1]} at most, and model.lora_rank={rank}: set "
+            "actor_rollout_ref.rollout.lora_sync=merged"
+        )
+    return {"enable_lora": True, "max_lora_rank": largest, "max_loras": 1}
 
 
 def _text_config(setup: RolloutSetup) -> PreTrainedConfig:

@@ -9,10 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 import vllm._custom_ops as custom_ops
-from vllm import LLM
+from torch import Tensor, nn
+from vllm import LLM, AsyncLLMEngine
 from vllm.distributed import destroy_model_parallel
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -20,11 +28,19 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
 __all__ = ["MultiprocExecutor", "UniProcExecutor"]
+ADAPTER_ID = 1  # of the only LoRA adapter of an engine; vLLM counts from 1
 
 INTERNALS = {
     "vllm._custom_ops:_supports_onednn": "linear layers on CPU must compute with the parameters that updates write",
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.set_lora": "its tensors of adapters are read back and written",
+    "vllm.lora.lora_model:LoRAModel.from_lora_tensors": "new adapters come from memory; its public interface reads files",
+    "vllm.lora.model_manager:LoRAModelManager.activate_adapter": "new adapters come from memory",
+    "vllm.lora.model_manager:LoRAModelManager.get_adapter": "to know which layers the adapter has",
+    "vllm.lora.peft_helper:PEFTHelper": "new adapters come from memory",
     "vllm.model_executor.layers.utils:check_cpu_sgl_kernel": "linear layers on CPU must compute with the parameters",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes": "to refuse a model before it is built",
+    "vllm.v1.engine.async_llm:AsyncLLM.engine_core": "vLLM's own pause sleeps 20 ms, several times an exchange of weights",
+    "vllm.v1.engine.core_client:AsyncMPClient.pause_scheduler_async": "the pause without that sleep",
     "vllm.v1.engine.core_client:InprocClient._finalizer": "it would destroy the trainer's process group",
     "vllm.v1.engine.llm_engine:LLMEngine.engine_core": "to shut the engine down, which its public interface cannot",
     "vllm.v1.engine.llm_engine:LLMEngine.model_executor": "to shut the engine down and leave the process group alone",
@@ -45,6 +61,73 @@ def keep_weights_unpacked() -> None:
     if current_platform.is_cpu():
         custom_ops._supports_onednn = False
         layer_utils.check_cpu_sgl_kernel = lambda *_: False
+
+
+@dataclass(slots=True, kw_only=True)
+class AdapterPart:
+    """The adapter of one Hugging Face layer in vLLM's live memory, on this rank.
+
+    path, base: the module of vLLM's that has the layer, perhaps fused with others, and its frozen part.  index: the layer's
+    number among those.  low: A (rank, in).  high: B (out, rank), which contains the scale.
+    """
+
+    path: str
+    base: Any  # vLLM gives no types
+    index: int
+    low: Tensor
+    high: Tensor
+
+
+def adapted_modules(model: nn.Module) -> dict[str, Any]:
+    """Returns the frozen part of each module of the model to which vLLM can add an adapter; none if it was built without LoRA."""
+    manager = _lora_manager(model)
+    return {} if manager is None else {path: layer.base_layer for path, layer in manager.modules.items()}
+
+
+def adapter_parts(model: nn.Module) -> list[AdapterPart]:
+    """Returns the live parts of the model's adapter; [] before `load_adapter`."""
+    manager = _lora_manager(model)
+    adapter = None if manager is None else manager.get_adapter(ADAPTER_ID)
+    if manager is None or adapter is None:
+        return []
+    slot = manager.lora_index_to_id.index(ADAPTER_ID)
+    return [
+        part
+        for path, layer in manager.modules.items()
+        if (weights := adapter.get_lora(path)) is not None
+        for part in _parts(path, layer, slot, adapter.rank, weights.lora_a)
+    ]
+
+
+def _parts(path: str, layer: BaseLayerWithLoRA, slot: int, rank: int, present: Tensor | list[Tensor | None]) -> list[AdapterPart]:
+    """Returns the parts of one module.  present: A of each fused layer, None of one without an adapter."""
+    lists = present if isinstance(present, list) else [present]
+    stacked = zip(lists, layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
+    return [
+        AdapterPart(path=path, base=layer.base_layer, index=index, low=low[slot, 0, :rank], high=high[slot, 0, :, :rank])
+        for index, (found, low, high) in enumerate(stacked)
+        if found is not None
+    ]
+
+
+def load_adapter(model: nn.Module, tensors: dict[str, Tensor], rank: int) -> None:
+    """Gives the model an adapter through vLLM's own loader, in the place of the one before.
+
+    tensors: full A and B of the adapted layers, under their names in peft's files; B contains the scale.
+    """
+    manager = _lora_manager(model)
+    assert manager is not None, "the engine was built without LoRA"
+    settings = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
+    dtype = manager.lora_config.lora_dtype
+    adapter = LoRAModel.from_lora_tensors(ADAPTER_ID, tensors, settings, device="cpu", dtype=dtype)
+    with torch.no_grad():
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)
+
+
+def _lora_manager(model: nn.Module) -> LoRAModelManager | None:
+    return vars(model).get("lora_manager")
 
 
 def cpu_head_widths() -> list[int]:
@@ -70,6 +153,15 @@ def named_shared_memory(name: str) -> Iterator[None]:
         yield
     finally:
         ExecutorWithExternalLauncher._distributed_args = original
+
+
+async def pause(llm: AsyncLLMEngine) -> None:
+    """Stops the engine between two steps and returns when no step is computing.  Requests keep their tokens and cache.
+
+    vLLM's own method then sleeps, so that outputs of the last step reach their readers before it returns.  Here these keep their
+    order without that: a change of the weights' version makes two more round trips to the core over the same loop.
+    """
+    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
 
 def spare_process_group(llm: LLM) -> None:

@@ -3,7 +3,7 @@
 vLLM fuses query, key and value projections, and gate and up projections, and gives each tensor-parallel rank a slice.  The
 mapping back to Hugging Face names follows the geometry of the layers and not vLLM's loader, so it checks the loader.
 
-`load_weights` and `live_weights` also serve an engine in this process.  Where the model lives in vLLM's worker processes, vLLM
+`load_stream` and `live_weights` also serve an engine in this process.  Where the model lives in vLLM's worker processes, vLLM
 imports this module in each of them before it builds the model (`worker_extension_cls`), and WorkerExtension receives the
 calls.
 """
@@ -11,11 +11,13 @@ calls.
 from __future__ import annotations
 
 import importlib
+import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -29,12 +31,16 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from rlhub.engines.rollout.base import WeightBucket, apply_buckets
-from rlhub.engines.rollout.vllm.environment import end_with_owner, owner_pid
-from rlhub.engines.rollout.vllm.internals import keep_weights_unpacked
+from rlhub.engines.rollout.vllm.environment import end_with_owner, owner_pid, settle
+from rlhub.engines.rollout.vllm.internals import AdapterPart, adapted_modules, adapter_parts, keep_weights_unpacked, load_adapter
 from rlhub.errors import EngineError, RlhubError
+from rlhub.models.lora import is_adapted, saved_name
 from rlhub.models.required_weights import refuse_nonfinite
 from rlhub.protocol.weights.pieces import Piece, whole_piece
 
+logger = logging.getLogger(__name__)
+FREE_SHARE = 0.05
+"""The share of a device's memory that a second set of weights leaves free, because steps of vLLM's may still allocate some."""
 QKV_PARTS = ("q_proj", "k_proj", "v_proj")
 GATE_UP_PARTS = ("gate_proj", "up_proj")
 
@@ -74,6 +80,10 @@ class LoadedWeights:
         """Raises ConfigError if a weight is not finite."""
         refuse_nonfinite(path, ((piece.name, piece.tensor) for piece in self._weights.live_weights()))
 
+    def add_adapter(self, rank: int, targets: str | list[str]) -> None:
+        """Adds a LoRA adapter of zeros; see `add_adapter` of the module."""
+        self._weights.add_adapter(rank, targets)
+
 
 class WorkerWeights:
     """The part of a rollout engine's interface that a weight reader needs, for one worker's part of the model.
@@ -82,16 +92,26 @@ class WorkerWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._dtypes = {piece.name: piece.tensor.dtype for piece in self.live_weights()}
+        self._model, self._standby = model, StandbyWeights(model)
+        self._dtypes = weight_dtypes(model)
+
+    def add_adapter(self, rank: int, targets: str | list[str]) -> None:
+        add_adapter(self._model, rank, targets)
+        self._dtypes = weight_dtypes(self._model)
 
     def live_weights(self) -> Iterator[Piece]:
         return live_weights(self._model)
 
+    def standby_weights(self) -> Iterator[Piece] | None:
+        return self._standby.pieces()
+
+    def exchange(self) -> None:
+        self._standby.exchange()
+
     @torch.no_grad()
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         """Writes a whole stream of full tensors; each worker takes its own part of them."""
-        apply_buckets(buckets, self._dtypes, lambda bucket: load_weights(self._model, bucket))
+        load_stream(self._model, buckets, self._dtypes)
 
     @contextmanager
     def overwriting(self, version: int) -> Iterator[None]:
@@ -101,22 +121,117 @@ class WorkerWeights:
         """Does nothing, because workers never sleep."""
 
 
-def load_weights(model: nn.Module, bucket: WeightBucket) -> None:
-    """Writes full tensors with Hugging Face names into the model; each rank takes its own part of them."""
-    loader: Any = model.load_weights  # all of vLLM's models have this method, though nn.Module does not
-    loader(iter(bucket))
+class StandbyWeights:
+    """A second set of a model's weights, which may be written while vLLM generates.
+
+    Where the live weights are on a GPU, the set is there too if the memory suffices, and otherwise in pinned memory of the host.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._memory: dict[nn.Parameter, Tensor] | None = None
+
+    def pieces(self) -> Iterator[Piece] | None:
+        """Returns views of the set, laid out as `live_weights`.  Returns None where the memory does not suffice for one, and
+        for an adapter, which is small and may as well be copied in the pause."""
+        if adapter_parts(self._model):
+            return None
+        if self._memory is None:
+            self._memory = _second_memory(self._model)
+        return _parameters(self._model, self._memory) if self._memory else None
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Makes the set the live one.  On CPU the two exchange their memory.  On a GPU the set is copied, because captured graphs
+        go on with the memory that the weights had."""
+        assert self._memory, "its pieces come first"
+        device = next(iter(self._memory)).device
+        settle(device)
+        for parameter, standby in self._memory.items():
+            if device.type == "cpu":
+                parameter.data, self._memory[parameter] = standby, parameter.data
+            else:
+                parameter.copy_(standby, non_blocking=True)
+        settle(device)
+
+
+@torch.no_grad()
+def _second_memory(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """Returns a copy of every parameter, with its padding, or nothing where no memory is free for that."""
+    parameters = list(model.parameters())
+    num_bytes, device = sum(parameter.nbytes for parameter in parameters), parameters[0].device
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if free - num_bytes >= FREE_SHARE * total:
+            return {parameter: parameter.detach().clone() for parameter in parameters}
+    if psutil.virtual_memory().available < num_bytes:
+        logger.warning("no %.1f GB are free for a second set of weights: new ones are copied in the pause", num_bytes / 1e9)
+        return {}
+    pinned = device.type == "cuda"
+    return {p: torch.empty_like(p, device="cpu", pin_memory=pinned).copy_(p) for p in parameters}
+
+
+def load_stream(model: nn.Module, buckets: Iterable[WeightBucket], expected: Mapping[str, torch.dtype]) -> None:
+    """Writes a whole stream of full tensors through vLLM's own loaders; each rank takes its own part of them.
+
+    expected: the names of all weights, as `weight_dtypes` returns them.
+    """
+    parts = adapter_parts(model)
+    if not parts:
+        loader: Any = model.load_weights  # all of vLLM's models have this method, though nn.Module does not
+        apply_buckets(buckets, expected, lambda bucket: loader(iter(bucket)))
+        return
+    tensors: dict[str, Tensor] = {}
+    apply_buckets(buckets, expected, lambda bucket: tensors.update({name: tensor.clone() for name, tensor in bucket}))
+    load_adapter(model, tensors, parts[0].low.shape[0])
+
+
+def add_adapter(model: nn.Module, rank: int, targets: str | list[str]) -> None:
+    """Adds a LoRA adapter of zeros, which the next updates fill; from then on it alone is the model's weights to these.
+
+    rank, targets: model.lora_rank and model.target_modules.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path, module in adapted_modules(model).items():
+        for layer, _, _, full in _outputs(path, module):
+            if is_adapted(layer, targets):
+                tensors[saved_name(layer, "A")] = torch.zeros(rank, int(module.input_size))
+                tensors[saved_name(layer, "B")] = torch.zeros(full, rank)
+    load_adapter(model, tensors, rank)
+
+
+def weight_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Returns the dtype of each weight that an update must bring."""
+    return {piece.name: piece.tensor.dtype for piece in live_weights(model)}
 
 
 def live_weights(model: nn.Module) -> Iterator[Piece]:
-    """Yields a view of every parameter of this rank with its region of the full tensor; a tied weight is yielded once.
+    """Yields a view of every weight of this rank that updates bring, with its region of the full tensor: of its adapter's, or
+    where it has none, of every parameter, a tied one once.
 
     Raises EngineError for a layer whose geometry is not known here.
     """
+    parts = adapter_parts(model)
+    yield from (piece for part in parts for piece in _adapter(part)) if parts else _parameters(model)
+
+
+def _adapter(part: AdapterPart) -> Iterator[Piece]:
+    """Yields A and B of one layer.  The rows of B are those of the layer's weight, and the columns of A its columns."""
+    layer, start, _, full = _outputs(part.path, part.base)[part.index]
+    columns, num_columns = part.low.shape[1], int(part.base.input_size)
+    first = part.base.tp_rank * columns if isinstance(part.base, RowParallelLinear) else 0
+    yield _part(saved_name(layer, "A"), part.low, 1, first, num_columns)
+    yield _part(saved_name(layer, "B"), part.high, 0, start, full)
+
+
+def _parameters(model: nn.Module, memory: Mapping[nn.Parameter, Tensor] | None = None) -> Iterator[Piece]:
+    """Yields a view of every parameter, or of the tensor that `memory` has in its place."""
     for path, module in model.named_modules():
+        path = path.removesuffix(".base_layer")  # of a layer that may get an adapter
         for leaf, parameter in module.named_parameters(recurse=False):
             if leaf == "weight" and _is_tied_head(model, path, parameter):
                 continue
-            yield from _parts(path, leaf, module, parameter.detach())
+            yield from _parts(path, leaf, module, parameter.detach() if memory is None else memory[parameter])
 
 
 def _is_tied_head(model: nn.Module, path: str, parameter: Tensor) -> bool:
@@ -125,12 +240,11 @@ def _is_tied_head(model: nn.Module, path: str, parameter: Tensor) -> bool:
 
 def _parts(path: str, leaf: str, module: nn.Module, parameter: Tensor) -> Iterator[Piece]:
     name = f"{path}.{leaf}"
-    if isinstance(module, QKVParallelLinear):
-        yield from _qkv(path, leaf, module, parameter)
-    elif isinstance(module, MergedColumnParallelLinear):
-        yield from _gate_up(path, leaf, module, parameter)
-    elif isinstance(module, ColumnParallelLinear):
-        yield _part(name, parameter, 0, module.tp_rank * parameter.shape[0], parameter.shape[0] * module.tp_size)
+    if isinstance(module, ColumnParallelLinear):
+        offset = 0
+        for layer, start, size, full in _outputs(path, module):
+            yield _part(f"{layer}.{leaf}", parameter[offset : offset + size], 0, start, full)
+            offset += size
     elif isinstance(module, RowParallelLinear) and leaf == "weight":
         yield _part(name, parameter, 1, module.tp_rank * parameter.shape[1], parameter.shape[1] * module.tp_size)
     elif isinstance(module, VocabParallelEmbedding):
@@ -151,27 +265,30 @@ def _part(name: str, view: Tensor, dim: int, start: int, full: int) -> Piece:
     return Piece(name=name, tensor=view, shape=shape, region=region)
 
 
-def _qkv(path: str, leaf: str, module: QKVParallelLinear, parameter: Tensor) -> Iterator[Piece]:
-    """Takes a fused projection apart.  Heads are assigned to ranks in order; where there are fewer key-value heads than ranks,
-    neighbouring ranks have the same one."""
-    prefix = _unfused_prefix(path, "qkv_proj")
+def _outputs(path: str, module: Any) -> list[tuple[str, int, int, int]]:
+    """Returns (name, start, size, full size) of this rank's rows of each layer that a module of vLLM's computes, in its order."""
+    if isinstance(module, QKVParallelLinear):
+        return _qkv(_unfused_prefix(path, "qkv_proj"), module)
+    if isinstance(module, MergedColumnParallelLinear):
+        prefix, ranks = _unfused_prefix(path, "gate_up_proj"), module.tp_size
+        fulls = zip(GATE_UP_PARTS, module.output_sizes, strict=True)
+        return [(f"{prefix}{part}", module.tp_rank * (full // ranks), full // ranks, full) for part, full in fulls]
+    if isinstance(module, ColumnParallelLinear):
+        size = module.output_size_per_partition
+        return [(path, module.tp_rank * size, size, size * module.tp_size)]
+    return [(path, 0, int(module.output_size), int(module.output_size))]
+
+
+def _qkv(prefix: str, module: QKVParallelLinear) -> list[tuple[str, int, int, int]]:
+    """Heads are assigned to ranks in order; where there are fewer key-value heads than ranks, neighbouring ranks have the same
+    one."""
     query = module.num_heads * module.head_size
     key, value = module.num_kv_heads * module.head_size, module.num_kv_heads * module.v_head_size
     kv_rank, kv_ranks = module.tp_rank // module.num_kv_head_replicas, module.tp_size // module.num_kv_head_replicas
     places = ((query, module.tp_rank, module.tp_size), (key, kv_rank, kv_ranks), (value, kv_rank, kv_ranks))
-    offset = 0
-    for part, (size, rank, ranks) in zip(QKV_PARTS, places, strict=True):
-        yield _part(f"{prefix}{part}.{leaf}", parameter[offset : offset + size], 0, rank * size, ranks * size)
-        offset += size
-
-
-def _gate_up(path: str, leaf: str, module: MergedColumnParallelLinear, parameter: Tensor) -> Iterator[Piece]:
-    prefix = _unfused_prefix(path, "gate_up_proj")
-    offset = 0
-    for part, full in zip(GATE_UP_PARTS, module.output_sizes, strict=True):
-        size = full // module.tp_size
-        yield _part(f"{prefix}{part}.{leaf}", parameter[offset : offset + size], 0, module.tp_rank * size, full)
-        offset += size
+    return [
+        (f"{prefix}{part}", rank * size, size, ranks * size) for part, (size, rank, ranks) in zip(QKV_PARTS, places, strict=True)
+    ]
 
 
 def _unfused_prefix(path: str, fused: str) -> str:

@@ -22,19 +22,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhub.config.sections.training import ModelConfig, OptimConfig
+from rlhub.config.sections.training import ModelConfig, OptimConfig, Recompute
 from rlhub.config.sections.vla import FLOW, VLAConfig, vla_of
+from rlhub.engines.training.fsdp.blocks import prepare_blocks
 from rlhub.engines.training.fsdp.logprob import token_outputs
 from rlhub.engines.training.fsdp.weights import Layout, ShardedParam, num_bytes, shard_model, sharded_params
 from rlhub.engines.training.optimizer import HOST, MOMENTS, EngineOptimizer, HostTensors
 from rlhub.engines.training.packing import ModelInputs
 from rlhub.errors import ConfigError, EngineError
 from rlhub.models.experts import unfused
-from rlhub.models.hf import SCALAR_HEAD, ModelKind, backbone, build_model
-from rlhub.models.lora import add_lora, named_parameters
+from rlhub.models.hf import SCALAR_HEAD, ModelKind, backbone, build_model, load_config
+from rlhub.models.lora import add_lora, load_adapter, named_parameters
 from rlhub.models.packed_attention import PACKED_ATTENTION
 from rlhub.models.prefix_attention import PREFIX_ATTENTION
 from rlhub.models.shape import POLICIES, prefix_problems
+from rlhub.models.vision import input_embeddings, reads_images
 from rlhub.models.vla import flow, policy
 from rlhub.protocol.weights.pieces import Piece, whole
 
@@ -52,6 +54,8 @@ class BuildPlan:
     trainable: False freezes all weights.
     seed: determines new weights.
     share_prefixes: True computes attention over rows that share prefixes.
+    recompute: what a backward pass computes again, by `prepare_blocks`.
+    compiled: True compiles the blocks, and the head's arithmetic.
     """
 
     model: ModelConfig
@@ -61,6 +65,8 @@ class BuildPlan:
     trainable: bool
     seed: int
     share_prefixes: bool = False
+    recompute: Recompute = "none"
+    compiled: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,6 +91,7 @@ def build_sharded(plan: BuildPlan, layout: Layout, device: torch.device) -> Buil
         broadcast = num_bytes(empty.parameters()) > BROADCAST_BYTES
     model = empty if broadcast else _prepared(plan).to(device)
     root = _root(model, plan)
+    prepare_blocks(model, plan.recompute, compiled=plan.compiled)
     compute_dtype = torch.bfloat16 if device.type == "cuda" and plan.dtype == torch.float32 else None
     shard_model(root, model, layout, compute_dtype)
     if broadcast:
@@ -95,7 +102,7 @@ def build_sharded(plan: BuildPlan, layout: Layout, device: torch.device) -> Buil
 
 def _root(model: PreTrainedModel, plan: BuildPlan) -> nn.Module:
     if plan.kind == "policy":
-        return PolicyModule(model, temperature=plan.temperature)
+        return PolicyModule(model, temperature=plan.temperature, compiled=plan.compiled)
     if plan.kind == "vla":
         vla = vla_of(plan.model)
         assert vla is not None, "the kind follows from it"
@@ -107,7 +114,8 @@ def _root(model: PreTrainedModel, plan: BuildPlan) -> nn.Module:
 
 def _prepared(plan: BuildPlan, *, empty: bool = False) -> PreTrainedModel:
     packed = PREFIX_ATTENTION if plan.share_prefixes else PACKED_ATTENTION
-    attention = packed if plan.model.use_remove_padding and plan.kind != "vla" else "sdpa"
+    is_packed = plan.model.use_remove_padding and plan.kind != "vla" and not reads_images(load_config(plan.model))
+    attention = packed if is_packed else None
     model = build_model(plan.model, plan.kind, dtype=plan.dtype, attention=attention, seed=plan.seed, empty=empty)
     if plan.share_prefixes and (problems := prefix_problems(model.config.to_dict(), plan.model.override_config)):
         raise ConfigError([f"actor.prefix_packing=true: {problem}; set it to false" for problem in problems])
@@ -115,6 +123,8 @@ def _prepared(plan: BuildPlan, *, empty: bool = False) -> PreTrainedModel:
         scalar = plan.kind not in POLICIES
         head: nn.Module = model.get_submodule(SCALAR_HEAD) if scalar else model.get_output_embeddings()
         add_lora(model, plan.model, head=head, seed=plan.seed)
+        if plan.model.lora_adapter_path is not None and not empty:
+            load_adapter(model, plan.model, plan.kind)
         head.requires_grad_(scalar)  # a scalar head is new or tiny, so it is trained without adapters
     if not plan.trainable:
         model.requires_grad_(False)
@@ -143,15 +153,22 @@ class PolicyModule(nn.Module):
     """Computes log-probs of the targets, and entropy and sum of squared probabilities of their distributions, (S,) each,
     float32 or float64."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, *, temperature: float, compiled: bool = False) -> None:
         super().__init__()
-        self.model = model
-        self.temperature = temperature
+        self.model, self.temperature, self.compiled = model, temperature, compiled
 
     def forward(self, inputs: ModelInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
         head = self.model.get_output_embeddings()
         hidden = hidden_states(self.model, inputs)
-        return token_outputs(hidden, head.weight, head.bias, inputs.targets, temperature=self.temperature, wanted=outputs)
+        return token_outputs(
+            hidden,
+            head.weight,
+            head.bias,
+            inputs.targets,
+            temperature=self.temperature,
+            wanted=outputs,
+            compiled=self.compiled,
+        )
 
 
 class VLAModule(nn.Module):
@@ -203,13 +220,11 @@ class ScalarModule(nn.Module):
 def hidden_states(model: PreTrainedModel, inputs: ModelInputs) -> Tensor:
     """Returns the last hidden states (S, hidden) at the source tokens."""
     extra: dict[str, Any] = {} if inputs.plan is None else {"packing": inputs.plan}
-    outputs = backbone(model)(
-        input_ids=inputs.input_ids,
-        position_ids=inputs.position_ids,
-        attention_mask=inputs.attention_mask,
-        use_cache=False,
-        **extra,
-    )
+    read: dict[str, Tensor] = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids}
+    if inputs.pictures is not None:
+        embedded = input_embeddings(model, inputs.input_ids, inputs.pictures)
+        read = {"inputs_embeds": embedded, "position_ids": inputs.pictures.position_ids}
+    outputs = backbone(model)(**read, attention_mask=inputs.attention_mask, use_cache=False, **extra)
     hidden: Tensor = outputs.last_hidden_state
     return hidden.flatten(0, 1).index_select(0, inputs.sources)
 
@@ -239,7 +254,7 @@ class ShardedAdamW(EngineOptimizer):
             device = HOST if offload else leaf.device
             self.adamw.state[leaf] = {name: torch.zeros_like(leaf, requires_grad=False, device=device) for name in MOMENTS}
             self.adamw.state[leaf]["step"] = torch.zeros((), dtype=torch.float32, device=leaf.device)
-        self._hosted = HostTensors(self.moment(shard, name) for shard in self.shards if offload for name in MOMENTS)
+        self.hosted = HostTensors(self.moment(shard, name) for shard in self.shards if offload for name in MOMENTS)
 
     def moment(self, shard: TrainedShard, name: str) -> Tensor:
         """Returns exp_avg or exp_avg_sq of this rank's rows, live."""
@@ -274,7 +289,7 @@ class ShardedAdamW(EngineOptimizer):
             torch._foreach_mul_([shard.leaf.grad for shard in self.shards if shard.leaf.grad is not None], scale)
         for group in self.adamw.param_groups:
             group["lr"] = rate
-        with self._hosted.on_device(self.shards[0].leaf.device):
+        with self.hosted.on_device(self.shards[0].leaf.device):
             self.adamw.step()
         for shard in self.shards:
             shard.leaf.grad = None
@@ -294,6 +309,7 @@ def live_pieces(params: Iterable[ShardedParam], optimizer: ShardedAdamW | None) 
         yield from _rows(f"model.{param.name}", param.local, param)
     if optimizer is None:
         return
+    optimizer.hosted.wait()
     for shard in optimizer.shards:
         for moment in MOMENTS:
             yield from _rows(f"optim.{moment}.{shard.owner.name}", optimizer.moment(shard, moment), shard.owner)

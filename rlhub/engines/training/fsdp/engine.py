@@ -11,16 +11,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig, recompute_of
 from rlhub.config.sections.vla import FLOW, vla_of
-from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TokenCounts, TrainEngine
+from rlhub.engines.training.base import (
+    ADAPTER_BUCKET_BYTES,
+    Adapter,
+    ForwardOutputs,
+    LossFunction,
+    Rows,
+    StepReport,
+    TokenCounts,
+    TrainEngine,
+)
 from rlhub.engines.training.collectives import gather_rows
+from rlhub.engines.training.fsdp.blocks import resolve_compile
 from rlhub.engines.training.fsdp.building import BuildPlan, ShardedAdamW, build_sharded, fill, live_pieces
 from rlhub.engines.training.fsdp.weights import (
     Entry,
     FSDPWeightStream,
     Layout,
     ShardedParam,
+    adapter_pieces,
     local_pieces,
     make_layout,
     num_bytes,
@@ -35,12 +46,16 @@ from rlhub.engines.training.packing import (
     columns_read,
     model_inputs,
     needed_tokens,
+    picture_inputs,
     row_inputs,
 )
 from rlhub.engines.training.prefixes import cut_sorted, sort_rows
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
-from rlhub.models.lora import lora_names, saved_config, saved_names, set_adapters
+from rlhub.models.lora import lora_layers, lora_names, saved_config, saved_names, set_adapters
+from rlhub.models.packed_attention import use_flash_attention_3
+from rlhub.models.vision import ImageReader, image_reader
+from rlhub.protocol.sequences import IMAGES
 from rlhub.protocol.weights.pieces import Piece
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -48,8 +63,6 @@ REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 UNSHARDED_GRAD_BYTES = 2 << 30
 """Gradients up to this size stay unsharded until the last micro-batch, so that a step has one reduction.  Larger ones are
 reduced after each micro-batch, which costs communication but needs only a shard's memory."""
-ADAPTER_BUCKET_BYTES = 64 << 20
-"""The bucket size of adapters, which are small: a bucket gathers those of many layers at once."""
 
 
 class FSDPEngine(TrainEngine):
@@ -80,6 +93,7 @@ class FSDPEngine(TrainEngine):
         self.model_config, self.fsdp_config, self.optim_config = model, fsdp, optim
         self.kind: ModelKind = kind
         self.vla = vla_of(model) if kind == "vla" else None
+        self.reader: ImageReader | None = None  # of a language model that reads images
         self.device, self.temperature, self.grad_clip, self.seed = device, temperature, grad_clip, seed
         self.micro_batch = micro_batch or MicroBatchConfig()
         self.infer_micro_batch = infer_micro_batch or self.micro_batch
@@ -96,6 +110,9 @@ class FSDPEngine(TrainEngine):
     def initialize(self) -> None:
         self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
         self.layout = make_layout(self.fsdp_config, self.device)
+        use_flash_attention_3(self.device)
+        is_flow = self.vla is not None and self.vla.decoding == FLOW  # words and pictures reach its actions by a key-value cache
+        self.reader = image_reader(self.model_config) if self.kind == "policy" else None
         plan = BuildPlan(
             model=self.model_config,
             kind=self.kind,
@@ -104,6 +121,8 @@ class FSDPEngine(TrainEngine):
             trainable=self.optim_config is not None,
             seed=self.seed,
             share_prefixes=self.share_prefixes,
+            recompute="none" if is_flow else recompute_of(self.model_config, self.fsdp_config),
+            compiled=resolve_compile(self.fsdp_config.use_torch_compile, self.device),
         )
         built = build_sharded(plan, self.layout, self.device)
         self.root, self.model, self.params = built.root, built.model, built.params
@@ -154,19 +173,22 @@ class FSDPEngine(TrainEngine):
     def infer(self, rows: Rows, *, outputs: Iterable[str], adapters: bool = True) -> dict[str, Tensor]:
         self._prepare()
         wanted = check_outputs(self.kind, outputs)
-        needed = {name: rows[name] for name in columns_read(self.kind, self.vla)}
+        names = (*columns_read(self.kind, self.vla), *([IMAGES] if self.reader and IMAGES in rows else []))
+        needed = {name: rows[name] for name in names}
         shape = needed["response_mask"].shape if "response_mask" in needed else needed["attention_mask"].shape[:1]
         results = {name: torch.zeros(shape, dtype=self._output_dtype) for name in wanted}
         self.root.eval()
         set_adapters(self.root, adapters)
+        passes = self._cut(needed, self.infer_micro_batch)
         with torch.no_grad():
-            for indices in self._cut(needed, self.infer_micro_batch):
-                passed = self._forward(self._inputs(trim(take_rows(needed, indices))), wanted)
-                for name in results if indices else ():
-                    value: Tensor = getattr(passed, name)
-                    put_rows(results[name], indices, value)
+            passed = [self._forward(self._inputs(trim(take_rows(needed, indices))), wanted) for indices in passes]
         set_adapters(self.root, True)
         reshard(self.root)
+        for indices, outputs_of_pass in zip(
+            passes, passed, strict=True
+        ):  # the first copy waits for all passes, and no pass waits
+            for name in results if indices else ():
+                put_rows(results[name], indices, getattr(outputs_of_pass, name))
         return results
 
     def _inputs(self, micro: Rows) -> ModelInputs:
@@ -176,6 +198,8 @@ class FSDPEngine(TrainEngine):
         pack, device = self.model_config.use_remove_padding, self.device
         if self.kind == "reward":
             return row_inputs(micro, pack=pack, device=device)
+        if self.reader is not None:
+            return picture_inputs(micro, self.reader, self.model, device=device)
         inputs = model_inputs(micro, pack=pack, device=device, share_prefixes=self.share_prefixes)
         if self.token_counts is not None:
             self.token_counts.computed += inputs.input_ids.numel()
@@ -232,9 +256,27 @@ class FSDPEngine(TrainEngine):
         assert self.layout is not None
         return iter(FSDPWeightStream(self._entries(), self.layout, bucket_bytes))
 
+    def published_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
+        if not self.publishes_adapters:
+            return self.named_weights(bucket_bytes=bucket_bytes)
+        self._prepare()
+        assert self.layout is not None
+        return iter(FSDPWeightStream(self._adapters(), self.layout, bucket_bytes))
+
     def local_weights(self) -> Iterator[Piece] | None:
         self._prepare()
+        if self.publishes_adapters:
+            return adapter_pieces(self._adapters())
         return None if self.model_config.lora_rank > 0 else local_pieces(self.params)
+
+    def _adapters(self) -> list[Entry]:
+        """Returns the adapters as a rollout engine gets them, with the scale in B."""
+        by_name = {param.name: param for param in self.params}
+        saved = saved_names(self.model, self.kind)
+        scales = [
+            (name, scale) for one in lora_names(self.model) for name, scale in ((one.lora_a, 1.0), (one.lora_b, one.scaling))
+        ]
+        return [Entry(name=saved[name], weight=by_name[name], scaling=scale) for name, scale in scales]
 
     def _entries(self) -> list[Entry]:
         by_name = {param.name: param for param in self.params}
@@ -257,7 +299,7 @@ class FSDPEngine(TrainEngine):
         saved = saved_names(self.model, self.kind)
         entries = [Entry(name=saved[param.name], weight=param) for param in self.params if param.name in saved]
         return Adapter(
-            config=saved_config(self.model, self.model_config, self.kind),
+            config=saved_config((name for name, _ in lora_layers(self.model)), self.model_config, self.kind),
             buckets=iter(FSDPWeightStream(entries, self.layout, ADAPTER_BUCKET_BYTES)),
         )
 
@@ -298,6 +340,8 @@ class FSDPEngine(TrainEngine):
         if self.fsdp_config.param_offload:
             self._move(torch.device("cpu"))
             self._offloaded = True
+        if self.optimizer is not None:
+            self.optimizer.hosted.wait()  # till then their memory on the device is not free
         torch.cuda.empty_cache()
 
     def _move(self, device: torch.device) -> None:

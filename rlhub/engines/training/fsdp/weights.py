@@ -12,7 +12,7 @@ CPU has plain tensors, because FSDP's gathers and copies would only cost time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ class FSDPWeightStream:
     def _merged(self, entry: Entry, full: dict[int, Tensor]) -> Tensor:
         weight = full[id(entry.weight)]
         if entry.lora_a is None or entry.lora_b is None:
-            return weight
+            return weight if entry.scaling == 1.0 else weight * entry.scaling
         low, high = full[id(entry.lora_a)], full[id(entry.lora_b)]
         return torch.addmm(weight, high, low, alpha=entry.scaling)
 
@@ -132,7 +132,7 @@ class FSDPWeightStream:
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """One weight of the stream under its name there, with the adapter to merge into it, if it has one: W + scaling x B A."""
+    """One weight of the stream under its name there: W x scaling, or W + scaling x B A with the adapter to merge into it."""
 
     name: str
     weight: ShardedParam
@@ -289,6 +289,14 @@ def local_pieces(params: Iterable[ShardedParam]) -> Iterator[Piece]:
         if rows[0] < rows[1]:
             region = (rows, *whole(param.global_shape[1:]))
             yield from unfused(Piece(name=param.name, tensor=param.local, shape=param.global_shape, region=region))
+
+
+def adapter_pieces(entries: Iterable[Entry]) -> Iterator[Piece]:
+    """Yields this rank's rows of weights that no adapter is merged into, under their names in the stream; copies where they are
+    scaled."""
+    for entry in entries:
+        for piece in local_pieces([replace(entry.weight, name=entry.name)]):
+            yield piece if entry.scaling == 1.0 else replace(piece, tensor=piece.tensor * entry.scaling)
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:

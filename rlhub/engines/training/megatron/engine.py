@@ -26,7 +26,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor, nn
 
 from rlhub.config.sections.training import MegatronConfig, ModelConfig, OptimConfig
-from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
+from rlhub.engines.training.base import ADAPTER_BUCKET_BYTES, Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.collectives import gather_rows
 from rlhub.engines.training.megatron.optimizer import MegatronAdamW
 from rlhub.engines.training.megatron.passes import (
@@ -40,22 +40,27 @@ from rlhub.engines.training.megatron.passes import (
     sum_gradients,
 )
 from rlhub.engines.training.megatron.weights import (
+    LORA_MARK,
     LiveRange,
     MegatronWeightStream,
     StreamedTensor,
+    adapter_pieces,
     fill,
     live_pieces,
     live_ranges,
     mark_cut_weights,
+    merged,
     plan_stream,
 )
 from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_rows, on_device, put_rows, take_rows, trim
 from rlhub.engines.training.optimizer import HostCopies
 from rlhub.engines.training.packing import check_outputs, columns_read, model_inputs, row_inputs
 from rlhub.errors import ConfigError, EngineError
-from rlhub.models.hf import ModelKind
+from rlhub.models.hf import SCALAR_HEAD, ModelKind
+from rlhub.models.lora import PEFT_MODEL, saved_config, scaling_of
 from rlhub.models.megatron.build import MegatronPlan, ParamParts, build_megatron, param_parts
 from rlhub.models.megatron.checks import num_virtual_stages
+from rlhub.models.megatron.lora import LowRank, low_ranks, set_adapters
 from rlhub.models.megatron.model import MegatronLM
 from rlhub.models.packed_attention import AttentionPlan
 from rlhub.protocol.weights.pieces import Piece, take
@@ -102,7 +107,8 @@ class MegatronEngine(TrainEngine):
         self.chunks: list[nn.Module] = []
         self.params: list[ParamParts] = []
         self._parallel: ParallelState | None = None
-        self._streamed: list[StreamedTensor] | None = None
+        self._streamed: dict[str, list[StreamedTensor]] = {}
+        self.low_ranks: dict[str, LowRank] = {}  # by the name of the frozen weight
         self._loss_is_finite = True
         self._host = HostCopies()
 
@@ -122,6 +128,7 @@ class MegatronEngine(TrainEngine):
         prepare_schedule(built.config)
         self.vocab_size, self.chunks = built.vocab_size, list(built.chunks)
         self.params = list(param_parts(built))
+        self.low_ranks = {part.weight_name: part for part in low_ranks(self.chunks)}
         mark_cut_weights(self.params)
         if self.optim_config is not None:
             built.config.finalize_model_grads_func = sum_gradients
@@ -234,16 +241,19 @@ class MegatronEngine(TrainEngine):
         needed = {name: rows[name] for name in columns_read(self.kind)}
         shape = needed["response_mask"].shape if "response_mask" in needed else needed["attention_mask"].shape[:1]
         results = torch.zeros((len(names), *shape))
+        passes: list[tuple[list[int], ForwardOutputs]] = []
 
         def finish(batch: MicroBatch, chunk: nn.Module, hidden: Tensor) -> Tensor:
-            passed = self._outputs(batch, chunk, hidden, frozenset(names))
-            for number, name in enumerate(names if batch.indices else ()):
-                value: Tensor = getattr(passed, name)
-                put_rows(results[number], batch.indices, value)
+            passes.append((batch.indices, self._outputs(batch, chunk, hidden, frozenset(names))))
             return hidden.new_zeros(())
 
+        set_adapters(self.chunks, adapters)
         with torch.no_grad():
             self._run(needed, self._cut(needed, self.infer_micro_batch), finish, train=False)
+        set_adapters(self.chunks, True)
+        for indices, passed in passes:  # the first copy waits for all passes, and no pass waits
+            for result, name in zip(results if indices else (), names, strict=bool(indices)):
+                put_rows(result, indices, getattr(passed, name))
         if self.parallel.model_size > 1 and results.numel():
             dist.broadcast(results, src=self.parallel.last_stage, group=self.parallel.model_group)
         return dict(zip(names, results, strict=True))
@@ -278,24 +288,54 @@ class MegatronEngine(TrainEngine):
 
     # Weights and state
 
-    def local_weights(self) -> Iterator[Piece]:
+    def local_weights(self) -> Iterator[Piece] | None:
+        if self.publishes_adapters:
+            return adapter_pieces(self._pieces(), scaling_of(self.model_config))
+        return None if self.low_ranks else self._base_pieces()
+
+    def _base_pieces(self) -> Iterator[Piece]:
+        return (piece for piece in self._pieces() if LORA_MARK not in piece.name)
+
+    def _pieces(self) -> Iterator[Piece]:
         self._prepare()
         for entry in self.params:
             for part in entry.parts:
                 view = take(entry.param.detach(), part.local)
                 yield Piece(name=part.name, tensor=view, shape=part.shape, region=part.region)
 
+    def _merged(self, piece: Piece) -> Tensor:
+        part = self.low_ranks.get(piece.name)
+        return piece.tensor if part is None else merged(piece, part, scaling_of(self.model_config))
+
     def named_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
-        pieces = list(self.local_weights())
+        return self._stream("merged", list(self._base_pieces()), bucket_bytes)
+
+    def published_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
+        if not self.publishes_adapters:
+            return self.named_weights(bucket_bytes=bucket_bytes)
+        return self._stream("adapters", list(adapter_pieces(self._pieces(), scaling_of(self.model_config))), bucket_bytes)
+
+    def adapter(self) -> Adapter | None:
+        if self.model_config.lora_rank == 0:
+            return None
+        pieces, head = list(adapter_pieces(self._pieces(), 1.0)), f"{SCALAR_HEAD}.weight"
+        pieces += [dataclasses.replace(one, name=PEFT_MODEL + head) for one in self._pieces() if one.name == head]
+        buckets = self._stream("adapter", pieces, ADAPTER_BUCKET_BYTES)
+        planned = (tensor.name for tensor in self._streamed["adapter"])
+        layers = [name[len(PEFT_MODEL) :].removesuffix(".lora_A.weight") for name in planned if name.endswith(".lora_A.weight")]
+        return Adapter(config=saved_config(layers, self.model_config, self.kind), buckets=buckets)
+
+    def _stream(self, content: str, pieces: list[Piece], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Streams the tensors of which the ranks have these pieces; content: a name under which the plan is kept."""
         experts_apart = self.megatron_config.expert_model_parallel_size > 1  # then the ranks of one model copy lack some experts
         group = dist.group.WORLD if experts_apart else self.parallel.model_group
         assert group is not None
-        if self._streamed is None:
+        if content not in self._streamed:
             infos = [piece.info for piece in pieces]
             infos_by_rank = [infos] * group.size()
             dist.all_gather_object(infos_by_rank, infos, group=group)
-            self._streamed = plan_stream(infos_by_rank)
-        return iter(MegatronWeightStream(self._streamed, pieces, group, bucket_bytes, self.device))
+            self._streamed[content] = plan_stream(infos_by_rank)
+        return iter(MegatronWeightStream(self._streamed[content], pieces, group, bucket_bytes, self.device, self._merged))
 
     def state_shards(self) -> Iterator[Piece]:
         return live_pieces(live for live in self._live_ranges() if not live.replica)
@@ -307,6 +347,8 @@ class MegatronEngine(TrainEngine):
 
     def _live_ranges(self) -> list[LiveRange]:
         self._prepare()
+        if self.optimizer is not None:
+            self.optimizer.hosted.wait()
         ranges = self.optimizer.ranges if self.optimizer is not None else []
         return live_ranges(self.params, ranges, distributed=self.optimizer is not None and self.optimizer.distributed)
 
@@ -335,6 +377,8 @@ class MegatronEngine(TrainEngine):
         if config.grad_offload and self.optimizer is not None:
             buffers = [b for chunk in self.optimizer.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
             self._host.empty((buffer.grad_data for buffer in buffers), keep=False)
+        if self.optimizer is not None:
+            self.optimizer.hosted.wait()  # till then their memory on the device is not free
         torch.cuda.empty_cache()
 
 

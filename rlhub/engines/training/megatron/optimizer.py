@@ -63,7 +63,7 @@ class MegatronAdamW(EngineOptimizer):
         self._fill_state(HOST if offload else self._device)
         masters = [owned.main for owned in self.ranges if owned.is_master_copy]
         moments = [owned.moment(name) for owned in self.ranges for name in MOMENTS]
-        self._hosted = HostTensors([*masters, *moments] if offload else [])
+        self.hosted = HostTensors([*masters, *moments] if offload else [])
 
     def _fill_state(self, device: torch.device) -> None:
         """Creates zero moments at the start, because a checkpoint of step 0 contains them too."""
@@ -84,7 +84,7 @@ class MegatronAdamW(EngineOptimizer):
 
     @torch.no_grad()
     def step(self, max_norm: float, *, loss_is_finite: bool) -> StepReport:
-        with self._hosted.on_device(self._device):  # a master must be on the device of the gradient that is assigned to it
+        with self.hosted.on_device(self._device):  # a master must be on the device of the gradient that is assigned to it
             return super().step(max_norm, loss_is_finite=loss_is_finite)
 
     @torch.no_grad()

@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rlhub.engines.training.base import Rows
-from rlhub.engines.training.fsdp.logprob import chunk_tokens
+from rlhub.engines.training.fsdp.logprob import add_product, chunk_tokens
 from rlhub.engines.training.packing import ModelInputs
 
 
@@ -274,9 +274,10 @@ class VocabParallelLogProb(torch.autograd.Function):
                 d_logits.mul_(ctx.inverse_temperature)
             d_logits = d_logits.to(hidden.dtype)  # half-precision products on GPUs; nothing on others
             if d_weight is not None:
-                d_weight[: ctx.shard.real] += d_logits.t() @ hidden[part]
+                add_product(d_weight[: ctx.shard.real], d_logits.t(), hidden[part])
             if d_hidden is not None:
-                d_hidden[part] = d_logits @ real
+                torch.mm(d_logits, real, out=d_hidden[part])
+            del log_p, d_logits  # else they are there with the next chunk's logits
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 

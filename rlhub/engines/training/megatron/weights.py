@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import rlhub.models.megatron.compat  # noqa: F401 - before megatron, which it imports quietly
 
@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from rlhub.engines.training.megatron.optimizer import ParamRange
 from rlhub.engines.training.optimizer import MOMENTS
 from rlhub.errors import EngineError
+from rlhub.models.lora import ADAPTER, PEFT_MODEL
 from rlhub.models.megatron.build import ParamParts
+from rlhub.models.megatron.lora import LowRank
 from rlhub.protocol.weights.pieces import (
     Piece,
     PieceInfo,
@@ -42,6 +44,8 @@ from rlhub.protocol.weights.pieces import (
     whole,
 )
 
+LORA_MARK = ".lora_"
+"""The part that marks adapters in the names of weights."""
 MESSAGE_BYTES = 8 << 20
 """The size of the messages for boxes that are not contiguous, of a tensor larger than a bucket."""
 
@@ -56,7 +60,10 @@ class MegatronWeightStream:
         group: dist.ProcessGroup,
         bucket_bytes: int,
         device: torch.device,
+        values: Callable[[Piece], Tensor] = lambda piece: piece.tensor,
     ) -> None:
+        """values: returns the values that are sent of a part of a piece, such as those with an adapter merged in."""
+        self._values = values
         self.buckets, self.bucket_bytes = plan_buckets(tensors, bucket_bytes), bucket_bytes
         self.group, self.rank, self.device = group, group.rank(), device
         self.pieces: dict[str, list[Piece]] = {}
@@ -81,7 +88,7 @@ class MegatronWeightStream:
                 self._send_large(rank, boxes, out)
             else:
                 self._send(rank, boxes, out)
-        return [(tensor.name, out[tensor.name] if tensor.sources else self.pieces[tensor.name][0].tensor) for tensor in bucket]
+        return [(t.name, out[t.name] if t.sources else self._values(self.pieces[t.name][0])) for t in bucket]
 
     def _allocated(self, tensors: list[StreamedTensor], large: bool) -> dict[str, Tensor]:
         """Returns full tensors in one buffer, which the next bucket reuses; a large tensor gets memory of its own."""
@@ -137,7 +144,7 @@ class MegatronWeightStream:
     def _own(self, name: str, region: Region) -> Tensor:
         """Returns a box that this rank sends, taken from the piece that contains it."""
         piece = next(piece for piece in self.pieces[name] if intersection(piece.region, region) == region)
-        return take(piece.tensor, relative(region, piece.region))
+        return self._values(replace(piece, tensor=take(piece.tensor, relative(region, piece.region)), region=region))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,6 +214,23 @@ def plan_buckets(tensors: Sequence[StreamedTensor], bucket_bytes: int) -> list[l
         buckets[-1].append(tensor)
         filled += tensor.num_bytes
     return buckets
+
+
+def adapter_pieces(pieces: Iterable[Piece], scaling: float) -> Iterator[Piece]:
+    """Yields the adapters' of these pieces under their names in peft's files, B multiplied by `scaling`."""
+    for piece in pieces:
+        if LORA_MARK in piece.name:
+            factor = scaling if ".lora_B." in piece.name else 1.0
+            tensor = piece.tensor if factor == 1.0 else piece.tensor * factor
+            yield replace(piece, name=PEFT_MODEL + piece.name.replace(f".{ADAPTER}.weight", ".weight"), tensor=tensor)
+
+
+def merged(piece: Piece, part: LowRank, scaling: float) -> Tensor:
+    """Returns the values of a piece of a frozen weight with its adapter, of which this rank has what the piece needs."""
+    (first, last), (left, right) = piece.region
+    low = part.lora_A.detach()[:, left - part.first_column : right - part.first_column]
+    high = part.lora_B.detach()[first - part.first_row : last - part.first_row]
+    return torch.addmm(piece.tensor, high, low, alpha=scaling)
 
 
 @dataclass(slots=True, kw_only=True)

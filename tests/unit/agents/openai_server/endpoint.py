@@ -10,9 +10,10 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from rlhub.agents.openai_server.server import OpenAIServer, ServerOptions
+from rlhub.agents.openai_server.answering import ServerOptions
+from rlhub.agents.openai_server.server import OpenAIServer
 from rlhub.agents.openai_server.sessions import Session, SessionLimits
-from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams, TopLogProbs
 from rlhub.tools.formats import parse_hermes
 from tests.unit.data.templates import CHATML, byte_tokenizer
 
@@ -22,6 +23,11 @@ LIMITS = SessionLimits(prompt=2000, response=2000)
 
 def tokenizer(template: str = CHATML) -> Any:
     return byte_tokenizer(template, eos=END, specials=(END, "<|im_start|>"))
+
+
+def likeliest(token: int, count: int) -> TopLogProbs:
+    """The tokens after this one, each less likely than the one before."""
+    return [(token + 1 + rank, -1.0 - rank) for rank in range(count)]
 
 
 @dataclass
@@ -56,7 +62,11 @@ class Told:
             log_probs=[-0.01 * (request.start + index + 1) for index in range(len(cut))],
             finish_reason="stop" if cut[-1] in params.stop_token_ids else "length",
             versions=[self.version] * len(cut),
+            top_log_probs=[likeliest(token, params.top_log_probs) for token in cut] if params.top_log_probs else [],
         )
+        if params.prompt_log_probs:
+            read = enumerate(request.prompt_ids[1:], 1)
+            whole.prompt_log_probs = [(-0.1 * place, likeliest(token, params.top_log_probs)) for place, token in read]
         try:
             await asyncio.sleep(self.delay_s)
             await self._sample(whole, follow)
@@ -67,21 +77,16 @@ class Told:
         return whole
 
     async def _sample(self, whole: Completion, follow: Follow | None) -> None:
-        for index, token in enumerate(whole.token_ids):
+        for index in range(len(whole.token_ids)):
             while self.given is not None and index >= self.given:
                 if self.fails is not None:
                     raise self.fails
                 await asyncio.sleep(0.001)
             if follow is not None:
                 last = index + 1 == len(whole.token_ids)
-                follow(
-                    Progress(
-                        token_ids=[token],
-                        log_probs=[whole.log_probs[index]],
-                        versions=[whole.versions[index]],
-                        finish_reason=whole.finish_reason if last else None,
-                    )
-                )
+                progress = Progress(token_ids=[], log_probs=[], finish_reason=whole.finish_reason if last else None)
+                progress.extend(whole.between(index, index + 1))
+                follow(progress)
 
 
 @dataclass

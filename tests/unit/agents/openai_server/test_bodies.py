@@ -9,10 +9,17 @@ from typing import Any
 
 import openai
 import pytest
+from anthropic.types import message_count_tokens_params as count_params
+from anthropic.types import message_create_params as message_params
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 
 from rlhub.agents.openai_server.bodies import CHAT, COMPLETION, IGNORED, REFUSED
+from rlhub.agents.openai_server.messages import MESSAGES, MESSAGES_IGNORED, MESSAGES_REFUSED
+from rlhub.agents.openai_server.responses import RESPONSES, RESPONSES_IGNORED, RESPONSES_REFUSED
+from rlhub.agents.openai_server.shaping import SHAPING
+from rlhub.engines.rollout.base import Shaping
 from rlhub.tools.formats import parse_hermes, parse_json
 from tests.unit.agents.openai_server.endpoint import END, LIMITS, endpoint
 
@@ -44,7 +51,9 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("seed", {"seed": 0.5}),
     ("stop", {"stop": [""]}),
     ("logprobs", {"logprobs": 1}),
-    ("top_logprobs", {"logprobs": True, "top_logprobs": 5}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+    ("top_logprobs", {"top_logprobs": 5}),
+    ("echo", {"extra_body": {"echo": True}}),
     ("stream_options", {"stream": True, "stream_options": []}),
     ("stream_options.include_usage", {"stream": True, "stream_options": {"include_usage": "yes"}}),
     ("presence_penalty", {"presence_penalty": 1}),
@@ -66,8 +75,11 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
 ]
 BAD_COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ("prompt", {"prompt": []}),
-    ("logprobs", {"logprobs": 1}),
-    ("echo", {"echo": True}),
+    ("logprobs", {"logprobs": 21}),
+    ("logprobs", {"extra_body": {"logprobs": True}}),
+    ("echo", {"extra_body": {"echo": "yes"}}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("stream", {"max_tokens": 0, "echo": True, "stream": True}),
     ("suffix", {"suffix": "end"}),
     ("best_of", {"best_of": 3, "n": 2}),
     ("messages", {"extra_body": {"messages": []}}),
@@ -94,9 +106,9 @@ REMEDIES: list[tuple[str, Any, str]] = [
     ("frequency_penalty", 0.5, "Leave frequency_penalty out or send 0"),
     ("repetition_penalty", 1.1, "Leave repetition_penalty out or send 1"),
     ("logit_bias", {"5": 1}, "Leave logit_bias out or send {}"),
-    ("response_format", {"type": "json_object"}, 'ask for the form in a message, and check it. .* or send {"type": "text"}'),
-    ("top_logprobs", 5, "send logprobs=true without top_logprobs"),
-    ("echo", True, "put the two together yourself. Leave echo out or send false"),
+    ("response_format", {"type": "json_object"}, 'answers of this session train, .* or send {"type": "text"}'),
+    ("top_logprobs", 5, "got 5 without logprobs: send logprobs=true too"),
+    ("echo", True, "no such field here; leave it out"),
     ("best_of", 3, "use n, and choose yourself. Leave best_of out or send 1"),
     ("moderation", "on", "Leave moderation out$"),
     ("guided_json", {}, "no such field here; leave it out"),
@@ -109,12 +121,70 @@ async def test_refusals_say_what_to_send_instead() -> None:
         for field, value, remedy in REMEDIES:
             error = (await _error(client, **{field: value})).body
             assert isinstance(error, dict) and re.search(f"^{field}: .*{remedy}", error["message"]), error
-        with pytest.raises(openai.BadRequestError, match=r"logprobs: .* send logprobs=0, got 1"):
-            await client.completions.create(model="any", prompt="x", logprobs=1)
+        with pytest.raises(openai.BadRequestError, match=r"logprobs: got 21, expected an integer of at least 0 and at most 20"):
+            await client.completions.create(model="any", prompt="x", logprobs=21)
         assert (await client.completions.create(model="any", prompt="x", logprobs=0)).choices[0].logprobs is not None
         with pytest.raises(openai.BadRequestError, match="no room left") as caught:
             await client.completions.create(model="any", prompt="x" * (LIMITS.prompt + 1))
         assert caught.value.param == "prompt"
+
+
+SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}}
+SHAPED: dict[str, Any] = {
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "logit_bias": {"5": 1},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}},
+    "extra_body": {"repetition_penalty": 1.1, "min_p": 0.1, "min_tokens": 3},
+}
+
+
+async def test_what_shapes_the_distribution_is_served_where_nothing_trains() -> None:
+    async with endpoint() as at:
+        asked: dict[str, Any] = {"messages": [QUESTION], **SHAPED}
+        await at.raw_client(f"{at.origin}/v1", "master").chat.completions.create(model="any", **asked)
+        roles = {"judge": "frozen", "pupil": "trained"}
+        client = at.client(at.server.open_session("a", seed=5, limits=LIMITS, roles=roles))
+        await client.chat.completions.create(model="judge", **asked)
+        shaping = Shaping(
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.1,
+            min_p=0.1,
+            min_tokens=3,
+            logit_bias=((5, 1.0),),
+            schema=json.dumps(SCHEMA),
+        )
+        assert [params.shaping for params in at.engine.params] == [shaping, shaping]
+        form = {"type": "json_schema", "name": "sum", "schema": SCHEMA}
+        for model in ("pupil", "other"):
+            with pytest.raises(openai.BadRequestError, match="presence_penalty: got 0.5, but the answers of this session train"):
+                await client.chat.completions.create(model=model, **asked)
+            with pytest.raises(openai.BadRequestError, match="text.format: got .* the answers of this session train") as caught:
+                await client.responses.create(model=model, input="x", text={"format": form})
+            assert caught.value.param == "text.format"
+        await client.responses.create(model="judge", input="x", text={"format": form})
+        assert at.engine.params[-1].shaping == Shaping(schema=json.dumps(SCHEMA)) and len(at.engine.params) == 3
+
+
+BAD_SHAPES: list[tuple[str, Any]] = [
+    ("presence_penalty", 3),
+    ("repetition_penalty", 0),
+    ("min_p", "some"),
+    ("min_tokens", 1.5),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"5": 1000}),
+    ("response_format", {"type": "xml"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
+]
+
+
+async def test_shapes_out_of_their_range_are_refused_by_name() -> None:
+    async with endpoint() as at:
+        client = at.raw_client(f"{at.origin}/v1", "master")
+        for field, value in BAD_SHAPES:
+            error = await _error(client, **{field: value})
+            assert error.param == field and "expected" in error.message, error
 
 
 async def _error(client: Any, **unknown: Any) -> openai.BadRequestError:
@@ -123,18 +193,25 @@ async def _error(client: Any, **unknown: Any) -> openai.BadRequestError:
     return caught.value
 
 
-def test_every_field_that_openai_s_client_has_is_decided_upon() -> None:
+def test_every_field_that_the_clients_have_is_decided_upon() -> None:
     """A field of a later client would be refused as unknown, which misleads."""
     decided = {*IGNORED, *REFUSED}
     assert set(chat_params.CompletionCreateParamsBase.__annotations__) <= CHAT | decided
     assert set(completion_params.CompletionCreateParamsBase.__annotations__) <= COMPLETION | decided
     assert not decided & (CHAT | COMPLETION)
+    decided = {*RESPONSES_IGNORED, *RESPONSES_REFUSED}
+    assert set(response_params.ResponseCreateParamsBase.__annotations__) <= RESPONSES | decided
+    assert not decided & RESPONSES
+    decided = {*MESSAGES_IGNORED, *MESSAGES_REFUSED}
+    assert set(message_params.MessageCreateParamsBase.__annotations__) <= MESSAGES | decided
+    assert set(count_params.MessageCountTokensParams.__annotations__) <= MESSAGES | decided
+    assert not decided & MESSAGES
 
 
 async def test_what_changes_nothing_or_asks_for_nothing_is_passed_over() -> None:
     async with endpoint(["four" + END]) as at:
         client = at.client(at.server.open_session("a", seed=5, limits=LIMITS))
-        neutral = {name: values[0] for name, (values, _) in REFUSED.items() if values}
+        neutral = {name: values[0] for name, (values, _) in REFUSED.items() if values} | SHAPING
         harmless: dict[str, Any] = dict.fromkeys(IGNORED, "x") | neutral | {"user": "me", "reasoning_effort": None}
         answer = await client.chat.completions.create(
             model="any", messages=[QUESTION], tool_choice="auto", parallel_tool_calls=True, stop=None, extra_body=harmless
@@ -170,7 +247,7 @@ async def test_lengths_choices_and_usage() -> None:
         with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
             await client.models.retrieve("gpt")
         with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
-            await client.responses.create(model="any", input="x")
+            await client.embeddings.create(model="any", input="x")
 
 
 @pytest.mark.parametrize("form", ["hermes", "json"])

@@ -382,3 +382,24 @@ async def test_a_client_that_does_not_read_its_answer_loses_its_connection() -> 
     assert isinstance(outcomes[0], ConnectionResetError)
     writer.transport.abort()
     await runner.cleanup()
+
+
+async def test_metrics_count_requests_and_tokens_and_need_a_key() -> None:
+    async with endpoint(["four" + END], admin_key="admin") as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        client = at.client(session)
+        await client.chat.completions.create(model="any", messages=[QUESTION])
+        await client.responses.create(model="any", input="2+2?")
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(model="any", messages=[])
+        shown = {}
+        for key in ("master", "admin", session.token):
+            answer = await at.http.get(f"{at.origin}/metrics", headers={"Authorization": f"Bearer {key}"})
+            shown[key] = (answer.status_code, answer.text)
+        assert [status for status, _ in shown.values()] == [200, 200, 401]
+        lines = dict(line.rsplit(" ", 1) for line in shown["master"][1].splitlines() if not line.startswith("#"))
+        assert lines['rlhub_requests_total{status="200",wire="chat/completions"}'] == "1.0"
+        assert lines['rlhub_requests_total{status="400",wire="chat/completions"}'] == "1.0"
+        assert lines['rlhub_request_seconds_count{wire="responses"}'] == "1.0"
+        assert lines["rlhub_generated_tokens_total"] == "10.0" and lines["rlhub_sessions_open"] == "1.0"
+        assert float(lines["rlhub_prompt_tokens_total"]) == sum(len(request.prompt_ids) for request in at.engine.requests)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from rlhub.agents.trajectory import Episode, Trajectory
+from rlhub.agents.trajectory import Episode, Trajectory, answer_of
 from rlhub.agents.workflows import openai_agent
 from rlhub.agents.workflows.base import EpisodeData, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.errors import ConfigError, WorkflowError
+from rlhub.sandboxes.registry import load_sandbox
 from rlhub.utils.aio.results import Reject
 from tests.unit.agents.openai_server.endpoint import END, Told, tokenizer
 
@@ -100,13 +101,13 @@ async def test_rewards_by_response_become_returns_of_the_answers() -> None:
     ],
 )
 def test_what_an_agent_may_give_as_reward(given: Any, expected: Any) -> None:
-    assert openai_agent.as_reward(given) == expected
+    assert openai_agent.as_result(given).reward == expected
 
 
 @pytest.mark.parametrize("given", ["fine", "{", {"rewards": [1]}, {"rewards": {"a": "b"}}, {"reward": "b"}, object()])
 def test_what_is_no_reward_is_shown(given: Any) -> None:
     with pytest.raises(WorkflowError, match="expected a number"):
-        openai_agent.as_reward(given)
+        openai_agent.as_result(given)
 
 
 async def test_a_function_of_two_turns_gives_its_reward() -> None:
@@ -176,3 +177,52 @@ async def test_agents_that_give_nothing() -> None:
 async def test_settings_that_cannot_work_are_named(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         await run(**kwargs)
+
+
+SPY = """
+import json, os, pathlib, socket, sys, urllib.request
+row = json.load(sys.stdin)
+found = 0
+try:
+    socket.create_connection(("127.0.0.1", {port}), 5)
+    found += 10
+except OSError:
+    pass
+if os.path.exists({secret!r}):
+    found += 100
+if "RLHUB_TEST_TOKEN" in os.environ:
+    found += 1000
+for _ in range(2):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({{"model": "any", "messages": [{{"role": "user", "content": row["question"]}}]}}).encode(),
+        {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}},
+    )
+    answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print(found + len(answer))
+"""
+
+
+@pytest.mark.parametrize(("sandbox", "reward"), [(None, 1113.0), ("bwrap", 3.0)])
+async def test_a_program_in_a_sandbox_reaches_its_endpoint_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sandbox: str | None, reward: float
+) -> None:
+    """The control is the program without a sandbox, which finds a port, a file and a variable of the user."""
+    if sandbox is not None:
+        try:
+            load_sandbox(sandbox, where="sandbox")
+        except ConfigError as error:
+            pytest.skip(str(error))
+    monkeypatch.setenv("RLHUB_TEST_TOKEN", "secret")
+    (tmp_path / "secret").write_text("token")
+    (tmp_path / "agent").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = tmp_path / "agent" / "spy.py"
+        program.write_text(SPY.format(port=server.getsockname()[1], secret=str(tmp_path / "secret")))
+        made = await run(agent=str(program), reward="agent", sandbox=sandbox)
+    assert sum(answer_of(made).rewards or ()) == reward
+
+
+async def test_a_function_in_a_sandbox_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"agent.kwargs.sandbox=bwrap: .* is a function.*name a program"):
+        await run(agent=f"{AGENTS}:parallel", reward="agent", sandbox="bwrap")

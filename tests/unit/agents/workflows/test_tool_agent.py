@@ -15,6 +15,9 @@ from rlhub.agents.workflows.tool_agent import ELLIPSIS, ToolAgent, shortened
 from rlhub.agents.workflows.turns import TurnTemplate
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import ConfigError, DataError
+from rlhub.tools.call_streams import CallPart, CallStream, ReasoningPart, ReplyPart
+from rlhub.tools.formats import parse_hermes
+from rlhub.tools.registry import ReplyFormat
 from rlhub.utils.aio.results import Reject
 from tests.support.episode_parts import LOG_PROB, ScriptedEngine, episode, parts, run, tokenizer, tokens_of, written
 
@@ -263,3 +266,53 @@ def test_rewards_and_metrics_of_a_tool_join_the_episodes(tmp_path: Path) -> None
     assert found.metrics["tool/cost"] == 4.0
     found.check()
     assert run(agent(), ScriptedEngine(replies=[call("1+1"), "2"])).added_rewards is None
+
+
+class Thoughts(CallStream):
+    """Reads what comes before </think> as reasoning, and numbers in brackets as calls of the calculator."""
+
+    def add(self, text: str) -> list[ReplyPart]:
+        thought, _, said = text.partition("</think>")
+        parts: list[ReplyPart] = [ReasoningPart(text=thought)]
+        for index, piece in enumerate(said.split("[")[1:]):
+            parts += [CallPart(index=index, name="calculator"), CallPart(index=index, arguments='{"expression": ')]
+            parts.append(CallPart(index=index, arguments=json.dumps(piece.partition("]")[0]) + "}"))
+        return [*parts, said.partition("[")[0]]
+
+    def end(self) -> list[ReplyPart]:
+        return []
+
+
+class Library:
+    def __init__(self) -> None:
+        self.seen: list[tuple[list[str], list[int]]] = []
+
+    def stream(self, tools: Any, prompt_ids: Any) -> CallStream:
+        self.seen.append(([tool["function"]["name"] for tool in tools], list(prompt_ids)))
+        return Thoughts()
+
+
+def test_a_library_s_parser_reads_calls_and_what_the_model_only_thinks_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    asked: list[Any] = []
+
+    def built(*names: Any) -> ReplyFormat:
+        asked.append(names[:2])
+        return ReplyFormat(parser=library)
+
+    monkeypatch.setattr("rlhub.agents.workflows.tool_agent.reply_format", built)
+    engine = ScriptedEngine(replies=["[1]?</think>Let me see. [2+2][3+3]", "so</think>It is 4."])
+    found = run(agent(format="vllm:any", reasoning_parser="any"), engine)
+    assert asked == [("vllm:any", "any")]
+    assert (
+        written(found)[1] == tool_turn("4", "6") and found.metrics["tool_calls"] == 2.0 and found.metrics["tool_malformed"] == 0
+    )
+    assert [ids for _, ids in library.seen] == [list(request.prompt_ids) for request in engine.requests]
+    assert library.seen[0][0] == ["calculator"]
+
+
+def test_calls_in_rlhub_s_formats_are_found_after_thoughts(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = ReplyFormat(find_calls=parse_hermes, parser=Library())
+    monkeypatch.setattr("rlhub.agents.workflows.tool_agent.reply_format", lambda *_: form)
+    engine = ScriptedEngine(replies=[f"{call('9*9')}</think>{call('2+2')}", "4"])
+    assert written(run(agent(reasoning_parser="any"), engine))[1] == tool_turn("4")

@@ -13,6 +13,7 @@ ROLLOUT = "actor_rollout_ref__rollout__"
 AGENT = f"{ROLLOUT}agent__"
 CPUS = "actor_rollout_ref.rollout.agent.env_host_cpus"
 ENVIRONMENT = {f"{AGENT}num_env_hosts": 2, f"{AGENT}kwargs": {"environment": "grid_walk"}}
+PAIR = ASYNC | {"trainer__pools": {"gen": {"n_gpus_per_node": 2}}, "trainer__placement": {"rollout": "gen"}}
 COLLECTED = ASYNC | CORRECTED | {
     f"{ROLLOUT}trajectories_folder": "s3://t", f"{ROLLOUT}weights_folder": "w", "trainer__stale_policy": "correct",
 }  # fmt: skip
@@ -40,6 +41,14 @@ def test_what_follows_from_the_bound() -> None:
         (ASYNC | {f"{AGENT}num_env_hosts": 2}, ("num_env_hosts=2", "no episode asks", "agent.kwargs.environment")),
         (ASYNC | ENVIRONMENT | {f"{AGENT}env_host_gpus": 1.5}, ("env_host_gpus=1.5", "set 1 or 2")),
         (ASYNC | {f"{ROLLOUT}n": 4, f"{AGENT}min_samples": 5}, ("min_samples=5", "rollout.n=4", "whole groups", "null")),
+        (ASYNC | {f"{ROLLOUT}weights": "memory", f"{ROLLOUT}weights_folder": "w"}, ("weights=memory", "weights=folder", "null")),
+        ({f"{ROLLOUT}min_replicas": 1}, ("min_replicas=1 with", "mode=sync", "number is fixed", "null, or set", "mode=async")),
+        (PAIR | {f"{ROLLOUT}min_replicas": 2, f"{ROLLOUT}max_replicas": 1}, ("min_replicas=2 is more than", "max_replicas=1")),
+        (PAIR | {f"{ROLLOUT}max_replicas": 3}, ("max_replicas=3", "holds 2 replicas (1 machines x trainer.pools.gen", "3 ranks")),
+        (
+            PAIR | {f"{ROLLOUT}max_replicas": 2, f"{ROLLOUT}tensor_model_parallel_size": 2},
+            ("holds 1 replicas", "n_gpus_per_node=2 / actor_rollout_ref.rollout.tensor_model_parallel_size=2", "2 need 4 ranks"),
+        ),
         ({"trainer__replay_from": "x", "trainer__test_freq": 5}, ("test_freq=5", "main_eval")),
         ({"trainer__replay_from": "x", "trainer__record_batches": True}, ("recorded already",)),
     ],
@@ -143,3 +152,11 @@ def test_settings_of_the_service_have_no_effect_without_it() -> None:
     assert len(effects.without_effect(good(**values), keys)) == 2
     assert effects.without_effect(good(**ASYNC, **values), keys) == []
     assert checks.check(good(**ASYNC, **values)) == []
+
+
+def test_replicas_follow_the_queue_within_the_pool() -> None:
+    for values in ({"min_replicas": 1}, {"max_replicas": 2}, {"min_replicas": 1, "max_replicas": 2}, {"min_replicas": 2}):
+        assert checks.check(good(**PAIR | {f"{ROLLOUT}{name}": number for name, number in values.items()})) == []
+    unread = good(**COLLECTED | {f"{ROLLOUT}max_replicas": 1})
+    key = "actor_rollout_ref.rollout.max_replicas"
+    assert [text for text in effects.without_effect(unread, {key}) if key in text and "has no effect" in text]

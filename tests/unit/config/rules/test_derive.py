@@ -42,19 +42,21 @@ def test_everything_that_can_be_derived_is() -> None:
     open_on_purpose = {
         "data.val_batch_size", "data.apply_chat_template_kwargs", "trainer.total_training_steps", "trainer.resume_from_path",
         "trainer.max_actor_ckpt_to_keep", "trainer.keep_best", "custom_reward_function.path",
+        "actor_rollout_ref.model.lora_adapter_path", "critic.model.lora_adapter_path",
         "actor_rollout_ref.model.path", "actor_rollout_ref.actor.optim.total_training_steps", "critic.optim.total_training_steps",
         "actor_rollout_ref.rollout.weights_folder", "actor_rollout_ref.rollout.agent.default_agent_loop", "trainer.replay_from",
         "trainer.pipeline", "env.name", "env.num_envs", "env.srpo.path", "actor_rollout_ref.actor.target_kl",
         "actor_rollout_ref.rollout.remote.api_key_file", "actor_rollout_ref.rollout.remote.weights_folder",
         "actor_rollout_ref.rollout.remote.admin_key_file",
         "actor_rollout_ref.rollout.trajectories_folder",
+        "actor_rollout_ref.rollout.min_replicas", "actor_rollout_ref.rollout.max_replicas",
         *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in
           ("max_assistant_turns", "max_user_turns", "tool_config_path")),
         "actor_rollout_ref.rollout.kv_cache_gb", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
         "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high",
         "critic.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "reward_model.micro_batch_size_per_gpu",
-        "actor_rollout_ref.ref.model.path",
+        "actor_rollout_ref.ref.model.path", "algorithm.group_filter",
         "reward_model.model.path", "reward_model.model.input_tokenizer", "reward_model.max_length",
         "reward_model.judge.model.path", "reward_model.judge.prompt_template",
         "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs",
@@ -64,6 +66,10 @@ def test_everything_that_can_be_derived_is() -> None:
             f"{role}.megatron.{name}"
             for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
             for name in ("virtual_pipeline_model_parallel_size", "sequence_parallel", "model_dtype")
+        ),
+        *(
+            f"{role}.fsdp_config.use_torch_compile"
+            for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model.model")
         ),
     }  # fmt: skip
 
@@ -173,3 +179,9 @@ def test_torchrun_says_how_many_ranks_run_the_loop(monkeypatch: pytest.MonkeyPat
         config.trainer.controller, config.trainer.device = controller, "cpu"  # type: ignore[assignment]
         derive(config)
         assert config.trainer.n_gpus_per_node == ranks
+
+
+def test_the_critic_does_not_start_from_the_policys_adapter() -> None:
+    config = good(actor_rollout_ref__model__lora_rank=4, actor_rollout_ref__model__lora_adapter_path="adapter")
+    assert config.critic.model is not None and config.critic.model.lora_adapter_path is None
+    assert config.critic.model.lora_rank == config.actor_rollout_ref.model.lora_rank == 4

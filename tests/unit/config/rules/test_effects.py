@@ -18,6 +18,7 @@ _A, _R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
         ("algorithm.kl_ctrl.kl_coef", 0.1, {"algorithm__use_kl_in_reward": True}),
         ("algorithm.filter_groups.metric", "acc", {"algorithm__filter_groups__enable": True}),
         ("actor_rollout_ref.model.lora_alpha", 32.0, {"actor_rollout_ref__model__lora_rank": 8}),
+        ("actor_rollout_ref.rollout.lora_sync", "adapter", {"actor_rollout_ref__model__lora_rank": 8}),
         ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 9000, {f"{_A}use_dynamic_bsz": True}),
         ("actor_rollout_ref.actor.loss_scale_factor", 7.0, {f"{_A}loss_agg_mode": "seq-mean-token-sum-norm"}),
         ("actor_rollout_ref.rollout.val_kwargs.temperature", 1.0, {f"{_R}val_kwargs__do_sample": True}),
@@ -50,6 +51,13 @@ def test_without_a_function_its_settings_have_no_effect(key: str, value: object)
     (warning,) = effects.without_effect(good(**REWARD_MODEL, **setting, reward_model__function_weight=0.0), {key})
     assert warning.endswith("has no effect: reward_model.function_weight is 0")
     assert effects.without_effect(good(**REWARD_MODEL, **setting), {key}) == []
+
+
+def test_an_entropy_that_the_loss_reads_is_computed_anyway() -> None:
+    key, unread = f"{_A}calculate_entropy".replace("__", "."), {f"{_A}calculate_entropy": False}
+    (warning,) = effects.without_effect(good(**unread, **{f"{_A}entropy_coeff": 0.1}), {key})
+    assert warning == f"{key}=false has no effect: entropy_coeff is set, and the loss reads the entropy"
+    assert effects.without_effect(good(**unread), {key}) == []
 
 
 def test_a_default_said_aloud_is_no_warning() -> None:

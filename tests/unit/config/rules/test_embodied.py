@@ -84,7 +84,7 @@ def test_failures_are_compared_where_successes_may_come(values: dict[str, object
 def test_filtered_groups_cannot_start() -> None:
     problems = checks.check(embodied(algorithm__filter_groups__enable=True, **{f"{ROLLOUT}n": 2}))
     assert any(
-        one == "env.name=reach_color: does not filter groups: set algorithm.filter_groups.enable=false" for one in problems
+        one == "env.name=reach_color: does not filter groups: leave out algorithm.filter_groups.enable=true" for one in problems
     )
 
 

@@ -106,7 +106,7 @@ def test_uneven_shares_are_counted_over_data_parallel_ranks() -> None:
         ),
         ({f"{ACTOR}megatron__virtual_pipeline_model_parallel_size": 2}, ("pipeline_model_parallel_size=1", "2 or more")),
         ({f"{ACTOR}megatron__sequence_parallel": True}, ("sequence_parallel=true", "tensor_model_parallel_size=1")),
-        ({"actor_rollout_ref__model__lora_rank": 4}, ("model.lora_rank=4", "actor_rollout_ref.actor.strategy=fsdp2")),
+        ({"actor_rollout_ref__model__lora_adapter_path": "there"}, ("lora_adapter_path=there", "lora_rank=0: set it")),
         (
             tp(2) | tp(4, "critic__"),
             ("critic.megatron.tensor_model_parallel_size=4 but actor_rollout_ref.actor.megatron", "share"),

@@ -10,7 +10,7 @@ from rlhub.config.aliases import translate as foreign
 from rlhub.config.load import collect
 from rlhub.config.rules import checks
 from rlhub.config.rules.derive import derive
-from rlhub.config.rules.placement import on_machine, pool_name, pool_of, pools_of
+from rlhub.config.rules.placement import on_machine, pool_name, pool_of, pools_of, unneeded
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.sft import SFTConfig
 from tests.unit.config.rules.test_derive import good
@@ -82,15 +82,15 @@ def test_the_main_pool_may_be_too_small_for_what_has_left_it() -> None:
 
 def test_a_critic_that_nobody_asks_is_refused() -> None:
     config = placed(ONE, {"critic": "own"})
-    assert checks.check_requirements(config, frozenset({"values"})) == []
-    (problem,) = checks.check_requirements(config, frozenset())
+    assert unneeded(config, frozenset({"values"})) == []
+    (problem,) = unneeded(config, frozenset())
     assert "trainer.placement.critic=own, but algorithm.adv_estimator=" in problem and "has no critic" in problem
 
 
 def test_a_reference_that_nobody_asks_is_refused() -> None:
     config = placed(ONE, {"reference": "own"}, actor_rollout_ref__ref__model__path="teacher")
-    assert checks.check_requirements(config, frozenset({"values", "reference"})) == []
-    (problem,) = checks.check_requirements(config, frozenset({"values"}))
+    assert unneeded(config, frozenset({"values", "reference"})) == []
+    (problem,) = unneeded(config, frozenset({"values"}))
     assert "trainer.placement.reference=own, but there is no reference without" in problem
 
 

@@ -1,10 +1,12 @@
+import pytest
 import torch
 
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.training import ModelConfig
-from rlhub.engines.rollout.base import RolloutEngine
+from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams, Shaping, check_requests
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
+from rlhub.errors import RequestError
 from tests.support import rollout_contract as contract
 
 WEIGHTS = {f"layer.{i}.weight": torch.randn(3, 2) for i in range(4)}
@@ -70,3 +72,14 @@ def test_the_engine_keeps_its_own_copy_of_the_weights() -> None:
     engine.update_weights([list(source.items())], 1)
     source["layer.0.weight"].zero_()
     assert torch.equal(next(engine.live_weights()).tensor, WEIGHTS["layer.0.weight"])
+
+
+def test_what_shapes_the_distribution_is_refused_by_name_with_the_engine_that_has_it() -> None:
+    request, shaping = GenerationRequest(prompt_ids=[3, 4], seed=0), Shaping(min_tokens=3)
+    with pytest.raises(RequestError, match=r"min_tokens: this engine samples by .* alone; rollout.name=vllm has it") as refused:
+        check_requests([request], SamplingParams(shaping=shaping), max_model_len=10)
+    assert refused.value.param == "min_tokens"
+    check_requests([request], SamplingParams(shaping=shaping), max_model_len=10, shapes=True)
+    with pytest.raises(RequestError, match="logit_bias has token id 99"):
+        biased = SamplingParams(shaping=Shaping(logit_bias=((99, 1.0),)))
+        check_requests([request], biased, max_model_len=10, vocab_size=50, shapes=True)

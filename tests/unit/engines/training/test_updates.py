@@ -378,6 +378,22 @@ def test_the_entropy_bonus_raises_entropy_and_a_zero_coefficient_does_nothing() 
     assert torch.equal(still.table, FakeTrainEngine().table)
 
 
+@pytest.mark.parametrize(("reported", "coefficient"), [(True, 0.0), (False, 0.0), (False, 0.1)])
+def test_the_engine_computes_an_entropy_where_loss_or_metrics_read_it(reported: bool, coefficient: float) -> None:
+    asked: list[set[str]] = []
+
+    class Asked(FakeTrainEngine):
+        def forward_backward(
+            self, rows: Rows, loss_fn: LossFunction, *, outputs: Iterable[str] = ("log_probs",)
+        ) -> dict[str, float]:
+            asked.append(set(outputs))
+            return super().forward_backward(rows, loss_fn, outputs=outputs)
+
+    settings = {"calculate_entropy": reported, "entropy_coeff": coefficient}
+    _, metrics = policy_update(batch("advantages", "old_log_probs"), Asked(), **settings)
+    assert ("entropy" in asked[0]) == ("actor/entropy" in metrics) == bool(reported or coefficient)
+
+
 @pytest.mark.parametrize("kind", ["low_var_kl", "mse", "abs", "k1+", "k3+"])
 def test_the_kl_loss_pulls_towards_the_reference(kind: str) -> None:
     """The policy is everywhere 0.5 nats above the reference on the sampled tokens: their probability must fall."""

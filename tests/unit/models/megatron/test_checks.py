@@ -32,8 +32,8 @@ SPARSE = DENSE | {
 }
 
 
-def problems(values: dict, world_size: int = 8, *, lora_rank: int = 0, **megatron: object) -> list[str]:
-    return megatron_problems(values, MegatronConfig(**megatron), world_size, lora_rank=lora_rank)
+def problems(values: dict, world_size: int = 8, **megatron: object) -> list[str]:
+    return megatron_problems(values, MegatronConfig(**megatron), world_size)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,6 @@ def test_what_can_be_built_has_no_problem(values: dict, megatron: dict) -> None:
 )
 def test_what_cannot_be_built_is_said(values: dict, megatron: dict, expected: str) -> None:
     assert any(expected in text for text in problems(values, **megatron)), problems(values, **megatron)
-
-
-def test_adapters_are_refused() -> None:
-    assert "model.lora_rank=8" in problems(DENSE, lora_rank=8)[0]
 
 
 def test_all_problems_are_told_with_their_section() -> None:

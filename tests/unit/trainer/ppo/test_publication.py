@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlhub.rollout_service.server import UpdateReport
+from rlhub.sharding_manager.route import SyncReport
 from rlhub.tracking.spans import SpanLog
 from rlhub.trainer.ppo import publication as publication_module
 from rlhub.trainer.ppo.publication import Publisher
@@ -44,11 +45,17 @@ class Publishing:
             replicas or self.service,
             self.thread.loop,
             "folder",
-            write=lambda folder, version: self.written.append(version),
+            write=self.write,
             fail=self.failed.append,
             timers=PhaseTimer(),
             record=self.spans.record,
         )
+
+    def write(self, folder: str, version: int) -> list[SyncReport]:
+        """As two ranks that have half of the model each, and find that a quarter of it has changed."""
+        self.written.append(version)
+        report = SyncReport(bytes=200, num_weights=1, version=version, fingerprint="", wire_bytes=50)
+        return [report, report]
 
     def close(self) -> None:
         self.publisher.close()
@@ -123,7 +130,9 @@ def test_every_pause_lies_in_its_publication_in_order(monkeypatch: pytest.Monkey
     parts.close()
     publication, first, second = parts.spans.latest()
     assert replicas.published == [("folder", 7)]
-    assert parts.publisher.metrics == {"rollout/publish_s": 20.0, "rollout/requests": 3.0}
+    written = {"rollout/published_bytes": 100.0, "rollout/published_share": 0.25}
+    fallbacks = {"rollout/full_fallbacks": 0.0}
+    assert parts.publisher.metrics == {"rollout/publish_s": 20.0, "rollout/requests": 3.0} | written | fallbacks
     assert (publication.lane, publication.name, publication.args) == ("publication", "version 7", {"replicas": 2})
     assert [(one.lane, one.name) for one in (first, second)] == [("replica-0", "pause"), ("replica-1", "pause")]
     assert first.args == {"version": 7, "read_s": 0.5}

@@ -72,7 +72,7 @@ def test_rows_that_come_with_scores_keep_them() -> None:
     assert score.score_rows(rows) == {"reward/num_failed": 0.0}
     assert score.score_rows(rows) == {} and reward.calls == 1
     assert rows.batch["scores"].tolist() == [1.0, 0.0, 0.5]
-    assert set(rows.batch.keys()) == {"responses", "response_mask", "scores", "valid"}
+    assert set(rows.batch.keys()) == {"responses", "response_mask", "scores", "valid", "correct"}
 
 
 def test_scores_find_their_rows_after_these_were_dealt_to_ranks() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.data.samplers import SamplerData, UniformSampler
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import RewardResult
@@ -35,6 +36,11 @@ def prompts_of(number: int) -> DataProto:
 
 
 class FakeLoader:
+    sampler = UniformSampler(SamplerData(num_rows=1))
+    consumed = 0
+
+    def forget(self, first: int) -> None: ...
+
     def state(self) -> dict[str, Any]:
         return {"consumed": 0}
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.data.samplers import SamplerData, UniformSampler
 from rlhub.trainer.ppo.trainer import PPOTrainer
 from rlhub.trainer.ppo.validation import ValidationReport
 
@@ -102,7 +103,7 @@ def calls_of(recorded: Recorded, *, steps: int, test_freq: int = -1, validates: 
     trainer = PPOTrainer(
         config=config,
         run=recorded,  # type: ignore[arg-type]
-        loader=SimpleNamespace(endless=lambda: iter(()), epoch=0),  # type: ignore[arg-type]
+        loader=SimpleNamespace(endless=lambda: iter(()), epoch=0, sampler=UniformSampler(SamplerData(num_rows=1))),  # type: ignore[arg-type]
         train_step=FakeStep(recorded),  # type: ignore[arg-type]
         validation=recorded if validates else None,
         groups=groups,  # type: ignore[arg-type]

@@ -6,9 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.reward import RewardModelConfig
 from rlhub.config.sections.rollout import ValSamplingConfig
 from rlhub.errors import RewardError
@@ -17,6 +19,9 @@ from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardFailure, RewardOutcome
 from rlhub.rewards.base import OUTCOMES
 from rlhub.rewards.managers import NaiveManager
+from rlhub.trainer.ppo.episodes import TRAINING, VALIDATION, Workflows, samplings
+from rlhub.trainer.ppo.sync_source import VALIDATION_ORDINALS, validation_sampling
+from rlhub.trainer.ppo.trainer import validation_batches
 from rlhub.trainer.ppo.validation import Validator
 from rlhub.utils.timing import PhaseTimer
 from tests.unit.rewards.test_managers import Letters, make_batch, parts
@@ -105,3 +110,44 @@ def test_workflows_own_rewards_have_no_further_numbers() -> None:
     metrics = validated([scored_by_workflows()], {}).metrics
     assert metrics["val-core/source/reward/mean@2"] == pytest.approx((1.0 + 0.0) / 2)
     assert not any("/acc/" in name or "maj@" in name for name in metrics)
+
+
+class FourRows:
+    """A data set of two sources."""
+
+    sources = ("few", "many", "few", "many")
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def batch(self, rows: np.ndarray) -> DataProto:
+        return DataProto.from_dict(
+            {"prompts": torch.from_numpy(rows)[:, None], "attention_mask": torch.ones(len(rows), 1).long()},
+            {"data_source": object_array([self.sources[row] for row in rows])},
+        )
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_prompts_of_a_source_with_its_own_sampling_are_batches_of_their_own(size: int | None) -> None:
+    config = PPOConfig()
+    config.data.val_batch_size, config.data.sources = size, {"many": {"val_kwargs": {"n": 8}}, "few": {"weight": 2.0}}
+    general = config.actor_rollout_ref.rollout
+    general.val_kwargs.n = 2
+    batches = validation_batches(config, FourRows())  # type: ignore[arg-type]
+    found = [(one.batch["ordinal"] - VALIDATION_ORDINALS, validation_sampling(one, general).n) for one in batches]
+    assert sorted((int(row), n) for rows, n in found for row in rows) == [(0, 2), (1, 8), (2, 2), (3, 8)]
+    assert len(batches) == (2 if size is None else 4)
+    assert all((one.batch["prompts"][:, 0] + VALIDATION_ORDINALS).equal(one.batch["ordinal"]) for one in batches)
+
+
+def test_episodes_of_a_source_run_with_its_own_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PPOConfig()
+    config.data.sources = {"many": {"val_kwargs": {"do_sample": True, "temperature": 0.5}}, "few": {"weight": 2.0}}
+    found = samplings(config, SimpleNamespace(stop_token_ids=[0]))  # type: ignore[arg-type]
+    monkeypatch.setattr(Workflows, "_build", lambda self, key: SimpleNamespace(sampling=self.samplings[key.purpose]))
+
+    def temperature(purpose: str, source: str) -> float:
+        workflows = Workflows(config, None, found, None, purpose=purpose)  # type: ignore[arg-type]
+        return workflows.of({"data_source": source}).sampling.temperature  # type: ignore[attr-defined, no-any-return]
+
+    assert (temperature(VALIDATION, "many"), temperature(VALIDATION, "few"), temperature(TRAINING, "many")) == (0.5, 0.0, 1.0)

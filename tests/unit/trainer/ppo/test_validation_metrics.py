@@ -251,3 +251,17 @@ def test_parts_of_several_batches_are_joined() -> None:
 def test_the_same_samples_give_the_same_metrics() -> None:
     samples = samples_of(np.random.default_rng(3).normal(size=(4, 8)))
     assert validation_metrics(samples, ["a"] * 4, 8) == validation_metrics(samples, ["a"] * 4, 8)
+
+
+def test_sources_may_have_other_numbers_of_samples() -> None:
+    """Each is what it is alone, and over all each prompt counts once, by its own samples."""
+    many, few = np.array([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]), np.array([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+    parts = [samples_of(many), samples_of(few)]
+    metrics = validation_metrics(joined(parts), ["a", "a", "b", "b", "b"], [4, 4, 2, 2, 2])
+    alone = validation_metrics(parts[0], ["a", "a"], 4) | validation_metrics(parts[1], ["b"] * 3, 2)
+    own = {name: value for name, value in alone.items() if "/a/" in name or "/b/" in name}
+    assert {name: metrics[name] for name in own} == own and "val-core/b/reward/mean@2" in own
+    assert metrics["val/pass@1"] == pytest.approx((0.5 + 0.25 + 1 + 0.5 + 0) / 5)
+    assert metrics["val/pass@2"] == pytest.approx((5 / 6 + 0.5 + 1 + 1 + 0) / 5)
+    assert metrics["val/pass@4"] == 1.0, "only prompts with four samples say anything of four tries"
+    assert metrics["val/num_prompts"] == 5.0 and metrics["val/reward/mean"] == pytest.approx(6 / 14)

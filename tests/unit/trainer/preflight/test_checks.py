@@ -287,3 +287,48 @@ def test_a_kl_in_the_reward_without_effect_is_a_warning(estimator: str, expected
         assert any("use_kl_loss" in warning for warning in found)
     config.algorithm.use_kl_in_reward = config.algorithm.whiten_rewards = False
     assert preflight.warnings(config, REWARD_KL_SET) == []
+
+
+@pytest.mark.parametrize(
+    ("general", "own", "messages"),
+    [
+        ("grpo", {"adv_estimator": "rloo"}, []),
+        ("gae", {"adv_estimator": "gae", "adv_kwargs": {"lam": 0.9}}, []),
+        (
+            "grpo",
+            {"adv_estimator": "rlo"},
+            ["data.sources.exact.adv_estimator: no advantage estimator 'rlo'; did you mean 'rloo'?"],
+        ),
+        ("grpo", {"adv_kwargs": {"lma": 1}}, ["data.sources.exact.adv_kwargs.lma: no such knob"]),
+        ("reinforce_plus_plus", {"adv_estimator": "gae"}, ["gae needs a critic, which learns from the returns of all rows"]),
+        ("gae", {"adv_estimator": "grpo"}, ["algorithm.adv_estimator=gae: gae needs a critic"]),
+        ("grpo", {"adv_estimator": "remax"}, ["remax needs a greedy response to every prompt"]),
+        (
+            "grpo",
+            {"adv_estimator": "chunk_grpo"},
+            ["data.sources.exact.adv_estimator=chunk_grpo needs the episodes of simulators"],
+        ),
+        (
+            "reinforce_plus_plus",
+            {"adv_estimator": "on_policy_distillation"},
+            ["data.sources.exact.adv_estimator=on_policy_distillation compares the policy with a teacher"],
+        ),
+    ],
+)
+def test_estimators_of_sources(general: str, own: dict, messages: list[str]) -> None:
+    """What cannot hold for the rows of one source alone is refused, and each problem names the source's key."""
+    config = sound()
+    config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n, config.data.sources = general, 2, {"exact": own}
+    derive(config)
+    found = [problem for problem in preflight.check_training(config) if "GPU" not in problem]
+    assert len(found) == len(messages), found
+    assert all(message in problem for message, problem in zip(messages, found, strict=True)), found
+
+
+def test_a_setting_that_a_sources_estimator_reads_is_no_warning() -> None:
+    config = sound()
+    config.algorithm.adv_estimator, config.algorithm.norm_adv_by_std_in_grpo = "rloo", False
+    (warning,) = preflight.warnings(config, frozenset({"algorithm.norm_adv_by_std_in_grpo"}))
+    assert "has no effect" in warning
+    config.data.sources = {"exact": {"adv_estimator": "grpo"}}
+    assert preflight.warnings(config, frozenset({"algorithm.norm_adv_by_std_in_grpo"})) == []

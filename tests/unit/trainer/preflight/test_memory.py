@@ -16,8 +16,8 @@ from rlhub.config.sections.preference import DPOConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.models.shape import count_params, read_model_shape
 from rlhub.trainer.preflight import checks as preflight
-from rlhub.trainer.preflight import model_bytes
-from rlhub.trainer.preflight.memory import check_memory, estimate_memory, warn_of_memory
+from rlhub.trainer.preflight import memory, model_bytes
+from rlhub.trainer.preflight.memory import check_memory, choose_recompute, estimate_memory, warn_of_memory
 from tests.support.model_shapes import NUM_PARAMS, SHAPES, save_shape
 
 MODELS = {"0.5b": "Qwen2.5-0.5B", "7b": "Qwen2.5-7B", "32b": "Qwen2.5-32B", "moe": "Qwen3-30B-A3B"}
@@ -242,9 +242,41 @@ def test_bytes_of_a_pass() -> None:
     for checkpointing in (True, False):
         config.actor_rollout_ref.model.enable_gradient_checkpointing = checkpointing
         found[checkpointing] = [model_bytes.pass_bytes(engine, shape, 16384, device="cuda", head=head) for head in (False, True)]
+    config.actor_rollout_ref.model.enable_gradient_checkpointing = True
+    config.actor_rollout_ref.actor.fsdp_config.recompute_granularity = "selective"
+    products = 2 * (
+        2 * 3584 + 3584 + 3584 + 2 * 4 * 128 + 2 * 18944
+    )  # two of each block's ends, q and attention, k and v, the MLP
+    selective = model_bytes.pass_bytes(engine, shape, 16384, device="cuda", head=False)
+    assert selective == pytest.approx(16384 * (28 * (2 * 3584 + products) + layer - products + gradients))
     kept = 16384 * 28 * 2 * 3584
     assert found[True] == pytest.approx([kept + 16384 * (layer + gradients), kept + max(16384 * (layer + gradients), chunk)])
     assert found[False] == pytest.approx([16384 * (28 * layer + gradients), 16384 * 28 * layer + chunk])
+
+
+@pytest.mark.parametrize(("tokens", "way"), [(1024, "none"), (8192, "selective"), (16384, "full"), (1 << 20, "full")])
+def test_auto_is_the_least_recomputation_that_fits(tokens: int, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """And what is chosen is what the estimate then counts, below the share of the GPU that it may fill unless nothing fits."""
+    config = grpo("7b", 4, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=tokens, data__max_response_length=tokens)
+    section = config.actor_rollout_ref.actor.fsdp_config
+    with caplog.at_level("INFO"):
+        choose_recompute(config, 79.6)
+    assert section.recompute_granularity == way and f"fsdp_config.recompute_granularity=auto is {way}" in caplog.text
+    sizes = {}
+    for section.recompute_granularity in ("none", "selective", "full"):
+        sizes[section.recompute_granularity] = memory._update_bytes(config, f"{_A}.fsdp_config", 79.6)
+    ways = list(sizes)
+    assert [size <= 0.9 * 79.6 * GIB for size in sizes.values()][: ways.index(way)] == [False] * ways.index(way)
+    assert sizes["none"] > sizes["selective"] > sizes["full"]
+
+
+def test_a_choice_of_the_user_stays() -> None:
+    chosen = grpo("7b", 4, **{f"{FSDP}recompute_granularity": "full"})
+    off = grpo("7b", 4, actor_rollout_ref__model__enable_gradient_checkpointing=False)
+    choose_recompute(chosen, 1e6)
+    choose_recompute(off, 1e6)
+    assert chosen.actor_rollout_ref.actor.fsdp_config.recompute_granularity == "full"
+    assert off.actor_rollout_ref.actor.fsdp_config.recompute_granularity == "auto"
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def search(query: str, index: str) -> str:
 """
 ENVIRONMENT = {"agent__default_agent_loop": "environment"}
 AGENT = {"agent__default_agent_loop": "openai_agent"}
+ONLINE = {"agent__default_agent_loop": "online"}
 Case = tuple[dict[str, object], tuple[str, ...]]
 
 
@@ -112,6 +113,8 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("parts.py").write_text(PARTS)
     Path("fails.py").write_text("import no_such_package\nclass Mine: ...\n")
     Path("agent.py").write_text("print(1)\n")
+    Path("key").write_text("a key\n")
+    Path("empty").write_text("\n")
 
 
 def own(name: str, **kwargs: object) -> PPOConfig:
@@ -181,6 +184,12 @@ def with_kwargs(base: dict[str, object], **kwargs: object) -> dict[str, object]:
         (with_kwargs(AGENT, agent="parts.py:runn"), ("not defined in parts.py", "did you mean 'run'?")),
         (with_kwargs(AGENT, agent="parts.py:act"), ("must take base_url, api_key and row", "parts.py:act")),
         (with_kwargs(AGENT, agent="agent.py", format="hermse"), ("agent.kwargs.format", "'hermes'")),
+        (ONLINE, ("agent.kwargs.key_file is not set",)),
+        (with_kwargs(ONLINE, key_file="none"), ("agent.kwargs.key_file=none: no such file",)),
+        (with_kwargs(ONLINE, key_file="empty"), ("agent.kwargs.key_file=empty: no such file, or an empty one",)),
+        (with_kwargs(ONLINE, key_file="key", agent="agent.py"), ("agent.kwargs.agent", "no such knob")),
+        (with_kwargs(ONLINE, key_file="key", port=0), ("port=0",)),
+        (with_kwargs(ONLINE | {"agent__num_workers": 2}, key_file="key"), ("num_workers=2", "one address")),
     ],
 )
 def test_what_a_workflow_is_told_to_use(values: dict[str, object], said: tuple[str, ...]) -> None:
@@ -195,10 +204,19 @@ def test_what_a_workflow_is_told_to_use(values: dict[str, object], said: tuple[s
         with_kwargs(ENVIRONMENT, environment="parts.py:Maze", environment_kwargs={"size": 1}),
         with_kwargs(AGENT, agent="agent.py"),
         with_kwargs(AGENT, agent="parts.py:run"),
+        with_kwargs(ONLINE, key_file="key"),
     ],
 )
 def test_what_a_workflow_may_use(values: dict[str, object]) -> None:
     assert check_episodes(episodes(**values)) == []
+
+
+def test_applications_take_no_episodes_of_validation_and_no_greedy_ones() -> None:
+    config = episodes(**with_kwargs(ONLINE, key_file="key"))
+    config.trainer.test_freq, config.algorithm.adv_estimator = 5, "remax"
+    validation, greedy = check_episodes(config)
+    assert "trainer.test_freq=5" in validation and "agent_name" in validation
+    assert "adv_estimator=remax" in greedy
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +68,38 @@ def test_settings_may_be_those_of_workflows_that_rows_name(tmp_path: Path) -> No
     path.write_text(json.dumps({**ROW, "agent_name": "environment"}) + "\n")
     config.data.train_files = str(path)
     assert check_episodes(config) == []
+
+
+LIBRARY = Path(__file__).parents[2] / "agents" / "verifiers" / "library"
+VERIFIERS = {"verifiers_python": sys.executable, "verifiers_path": [str(LIBRARY)]}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "parts"),
+    [
+        ({}, ("verifiers_python is not set", "setup_env.sh")),
+        ({"verifiers_python": "/no/python"}, ("verifiers_python=/no/python: no such program",)),
+        ({"verifiers_pyhton": "x"}, ("verifiers_pyhton", "'verifiers_python'", "verifiers:talkative")),
+        (VERIFIERS, ("no environment 'talkative'", "found: ")),
+    ],
+)
+def test_an_environment_of_verifiers_is_looked_for_by_the_default_and_by_rows(
+    kwargs: dict[str, object], parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = episodes(agent__default_agent_loop="verifiers:talkative", agent__kwargs=kwargs)
+    (problem,) = check_episodes(config)
+    assert all(part in problem for part in parts), problem
+    if "verifiers_pyhton" in kwargs:
+        return
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({**ROW, "agent_name": "verifiers:talkative"}) + "\n" + json.dumps(ROW) + "\n")
+    config = episodes(agent__kwargs=kwargs)
+    config.data.train_files = str(rows)
+    assert check_episodes(config) == [problem]
+
+
+def test_an_environment_of_verifiers_that_is_there_is_found() -> None:
+    assert check_episodes(episodes(agent__default_agent_loop="verifiers:talk", agent__kwargs=VERIFIERS)) == []
 
 
 def remote(change: Callable[[RemoteConfig], object] = lambda _: None) -> RolloutConfig:
@@ -149,3 +182,13 @@ def test_servers_of_another_job_have_one_driver() -> None:
     config.trainer.controller = "multi"
     (problem,) = check_rollout_engine(config)
     assert "rollout.name=remote" in problem and "or trainer.controller=single" in problem
+
+
+def test_no_more_replicas_than_servers() -> None:
+    config = PPOConfig()
+    config.actor_rollout_ref.rollout = remote()
+    config.actor_rollout_ref.rollout.max_replicas = len(set(config.actor_rollout_ref.rollout.remote.urls))
+    assert check_rollout_engine(config) == []
+    config.actor_rollout_ref.rollout.max_replicas += 1
+    (problem,) = check_rollout_engine(config)
+    assert "max_replicas=" in problem and "remote.urls" in problem

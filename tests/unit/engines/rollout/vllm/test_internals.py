@@ -53,7 +53,7 @@ def has(folder: Path, name: str) -> bool:
 
 
 def defines(node: ast.AST, name: str) -> bool:
-    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return node.name == name
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return any(ast.unparse(target) in (name, f"self.{name}") for target in targets)

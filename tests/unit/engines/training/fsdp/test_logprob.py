@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rlhub.engines.training.fsdp import logprob
 from rlhub.engines.training.fsdp.logprob import chunk_tokens, token_outputs
+from tests.support.memory import peak_allocation
 
 TOKENS, WIDTH, VOCAB = 11, 6, 17
 
@@ -104,3 +105,62 @@ def test_chunks_are_never_the_whole(tokens: int, vocab: int) -> None:
     size = chunk_tokens(tokens, vocab)
     assert size >= 1 and (size < tokens or tokens < 2)
     assert size * vocab <= max(logprob.CHUNK_ELEMENTS["cpu"], logprob.MIN_CHUNK_TOKENS * vocab)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("chunk", [10, 40])
+def test_the_memory_is_that_of_two_chunks_and_the_gradients(monkeypatch: pytest.MonkeyPatch, chunk: int, compiled: bool) -> None:
+    """However many tokens there are; the control is the plain way, which keeps the logits of all tokens."""
+    if compiled:
+        monkeypatch.setattr(logprob, "_compiled", lambda function: torch.compile(function, backend="aot_eager"))
+    monkeypatch.setattr(logprob, "chunk_tokens", lambda *_: chunk)
+    tokens, width, vocabulary = 400, 4, 3000
+    hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (tokens,))
+
+    def run() -> None:
+        outputs = token_outputs(
+            hidden, weight, None, targets, temperature=0.7, wanted={"log_probs", "entropy"}, compiled=compiled
+        )
+        (outputs["log_probs"].sum() + outputs["entropy"].sum()).backward()
+        hidden.grad = weight.grad = None
+
+    def plainly() -> None:
+        log_probs, entropy = reference(hidden, weight, None, targets, 0.7)
+        (log_probs.sum() + entropy.sum()).backward()
+
+    run()  # compiles
+    bound = 4 * ((2 if not compiled else 5) * chunk * vocabulary + 1.1 * vocabulary * width + 20 * tokens)
+    assert chunk * vocabulary < peak_allocation(run) <= bound
+    assert peak_allocation(plainly) > 4 * tokens * vocabulary > bound
+
+
+def test_compiled_chunks_are_the_plain_ones_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tokens of any number, and nothing left to the interpreter; against the whole softmax in float64."""
+    monkeypatch.setattr(logprob, "_compiled", lambda function: torch.compile(function, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    weight = torch.randn(VOCAB, WIDTH, requires_grad=True)
+    for tokens in (TOKENS, 40, 27, 100, 64):
+        hidden, targets = torch.randn(tokens, WIDTH, requires_grad=True), torch.randint(0, VOCAB, (tokens,))
+        results = []
+        for compiled, dtype in ((True, torch.float32), (False, torch.float64)):
+            leaves = hidden.detach().to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_()
+            outputs = token_outputs(*leaves, None, targets, temperature=0.6, wanted={"log_probs", "entropy"}, compiled=compiled)
+            factors = torch.linspace(-1, 1, tokens, dtype=dtype)
+            loss = (factors * outputs["log_probs"]).sum() - 0.1 * outputs["entropy"].sum()
+            results.append([outputs["log_probs"], outputs["entropy"], *torch.autograd.grad(loss, leaves)])
+        for ours, plain in zip(*results, strict=True):
+            torch.testing.assert_close(ours.double(), plain, rtol=1e-5, atol=1e-5)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6  # two functions: of one size, of any, and further on
+
+
+def test_products_add_up_in_place() -> None:
+    total, left, right = torch.randn(7, 5), torch.randn(7, 3), torch.randn(3, 5)
+    expected, memory = total + left @ right, total.data_ptr()
+    assert peak_allocation(lambda: logprob.add_product(total, left, right)) == 0
+    torch.testing.assert_close(total, expected)
+    logprob.add_product(total, left.bfloat16(), right.bfloat16())
+    torch.testing.assert_close(total, expected + left.bfloat16() @ right.bfloat16())
+    assert total.data_ptr() == memory and total.dtype == torch.float32

@@ -1,0 +1,1 @@
+"""A stand-in for the library, of which it has what rlhub uses; tests/integration/test_verifiers.py has the real one."""

@@ -1,0 +1,84 @@
+"""The folder of a sandbox as the host uses it: paths, links, sizes, and removal whatever is inside."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhub.sandboxes.base import SandboxError
+from rlhub.sandboxes.workspace import Workspace
+
+MOST = 1 << 16
+
+
+@pytest.fixture
+def files() -> Iterator[Workspace]:
+    made = Workspace()
+    yield made
+    made.remove()
+
+
+@pytest.mark.parametrize("path", ["x", "a/b/x", "/workspace/x", "./x", "a//x"])
+def test_what_is_written_is_read(files: Workspace, path: str) -> None:
+    files.write(path, b"one two", MOST)
+    files.write(path, b"three", MOST)
+    assert files.read(path, MOST) == b"three"
+
+
+@pytest.mark.parametrize("path", ["", "/", ".", "/workspace", "/etc/passwd", "../x", "a/../../x", "/workspace/../x", "x\0y"])
+def test_other_paths_are_refused(files: Workspace, path: str) -> None:
+    for call in (lambda: files.read(path, MOST), lambda: files.write(path, b"", MOST)):
+        with pytest.raises(SandboxError, match="no path of a file below"):
+            call()
+
+
+def test_sizes_are_bounded(files: Workspace) -> None:
+    with pytest.raises(SandboxError, match="over the limit"):
+        files.write("x", b"12345", 4)
+    files.write("x", b"12345", 5)
+    with pytest.raises(SandboxError, match="larger than 4"):
+        files.read("x", 4)
+
+
+def test_used_bytes_counts_content_and_entries(files: Workspace) -> None:
+    empty = files.used_bytes(1 << 30)
+    files.write("x", b"x" * 100_000, 1 << 20)
+    one = files.used_bytes(1 << 30)
+    assert one >= empty + 100_000
+    for number in range(50):
+        files.write(f"d/{number}", b"", MOST)
+    assert files.used_bytes(1 << 30) >= one + 50 * 1024
+    assert files.used_bytes(1000) > 1000
+
+
+def test_links_are_not_followed_and_not_counted(files: Workspace, tmp_path: Path) -> None:
+    (tmp_path / "big").write_bytes(b"x" * 1_000_000)
+    before = files.used_bytes(1 << 30)
+    (files.work / "link").symlink_to(tmp_path)
+    (files.work / "file").symlink_to(tmp_path / "big")
+    assert files.used_bytes(1 << 30) < before + 100_000
+    for path in ("link/big", "file"):
+        with pytest.raises(SandboxError, match="links are not followed"):
+            files.read(path, 1 << 30)
+    with pytest.raises(SandboxError):
+        files.write("link/new", b"x", MOST)
+    assert not (tmp_path / "new").exists()
+    files.remove()
+    assert (tmp_path / "big").exists()
+
+
+def test_a_folder_of_any_depth_is_measured_and_removed(files: Workspace) -> None:
+    fd = os.open(files.work, os.O_RDONLY)
+    for _ in range(1200):  # more than Python recurses
+        os.mkdir("d", dir_fd=fd)
+        below = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = below
+    os.close(fd)
+    assert files.used_bytes(1 << 20) > 1 << 20
+    files.remove()
+    assert not files.work.exists()
+    files.remove()
