@@ -4,7 +4,8 @@ A command has namespaces of its own for files, processes, network, IPC, host nam
 (/usr and what belongs to it) and this Python with its packages, read-only, and can write only to its folder and /tmp; it has no
 capability and gains none.  What bounds it:
 
-    time        this process, by a kill of the namespace's first process, with which the kernel ends all others
+    time        this process, by a kill of the namespace's first process, with which the kernel ends all others; if this one is
+                killed, the sandbox ends with it, or, in the moment of its start, by a timeout inside
     memory      a cgroup where this process may write one (process.py), the sum of all processes; otherwise RLIMIT_AS of each, and
                 the private memory of all, looked at ten times a second, which does not count files in memory (memfd)
     processes   the cgroup, and RLIMIT_NPROC for a user id or user namespace that no other sandbox has
@@ -31,17 +32,23 @@ from typing import Literal
 
 from rlhub.errors import ConfigError
 from rlhub.sandboxes.base import WORKSPACE, Cause, ExecResult, Given, Sandbox, SandboxError, SandboxLimits, SandboxProvider
-from rlhub.sandboxes.process import Cgroup, Launcher, Parents, RunningCommand, find_parents, private_bytes
+from rlhub.sandboxes.process import END_S, Cgroup, Launcher, Parents, RunningCommand, find_parents, private_bytes
 from rlhub.sandboxes.tunnel import tunnel
 from rlhub.sandboxes.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives")
-NEEDED = {"bwrap": "bubblewrap", "prlimit": "util-linux", "setpriv": "util-linux"}  # program: Debian's package
+NEEDED = {
+    "bwrap": "bubblewrap",
+    "prlimit": "util-linux",
+    "setpriv": "util-linux",
+    "timeout": "coreutils",
+}  # program: Debian's package
 USER_IDS, NUM_USER_IDS = 2_000_000_000, 1 << 21  # far above those that systems give out
 NUM_OPEN_FILES = 1024
 PROBE_S = 30.0
-ENTER = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
+ENTER = '[ $PPID = "$1" ] || exit 125; shift; while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
+"""Ends if this process, whose id comes first, ended before the kernel was asked to say so; then enters groups, runs the rest."""
 Mode = Literal["root", "user"]
 """Who mounts: root itself, or a user namespace's root."""
 _numbers = itertools.count()
@@ -84,8 +91,10 @@ class BwrapSandbox(Sandbox):
             group = self._group()
             reader, writer = os.pipe()
             try:
-                launcher = self._launcher([*through, *command], group, writer, given.env)
-                result = await RunningCommand(launcher, self._limits).run(stdin, given.seconds(self._limits))
+                seconds = given.seconds(self._limits)
+                bounded = [_program("timeout"), "--signal=KILL", f"{seconds + END_S}", *through, *command]
+                launcher = self._launcher(bounded, group, writer, given.env)
+                result = await RunningCommand(launcher, self._limits).run(stdin, seconds)
                 os.set_blocking(reader, False)
                 return self._judged(result, group, _status(reader))
             finally:
@@ -115,8 +124,8 @@ class BwrapSandbox(Sandbox):
             *inner_arguments(self._limits, self._user, total_memory=group is not None),
             *("--", *command),
         ]
-        if group is not None:
-            argv = ["/bin/sh", "-c", ENTER, "sh", *group.entries, "--", *argv]
+        entries = [] if group is None else group.entries
+        argv = [_program("setpriv"), "--pdeathsig", "KILL", "/bin/sh", "-c", ENTER, "sh", str(os.getpid()), *entries, "--", *argv]
         sampled = group is None
         env = {**own_variables(self._provider.python), **self._provider.variables(), **env}
         return Launcher(argv=argv, env=env, pass_fds=[status], watch=lambda process: self._overused(process, memory=sampled))
@@ -160,7 +169,13 @@ def bwrap_arguments(mode: Mode, provider: SandboxProvider, folders: Sequence[str
 def inner_arguments(limits: SandboxLimits, user: int | None, *, total_memory: bool) -> list[str]:
     """Returns the programs that, inside, set limits and drop rights before the command.  total_memory: a cgroup bounds it."""
     memory = [] if total_memory else [f"--as={limits.memory_bytes}"]
-    bounds = [f"--nproc={limits.processes}", f"--fsize={limits.disk_bytes}", f"--nofile={NUM_OPEN_FILES}", "--core=0", *memory]
+    bounds = [
+        f"--nproc={limits.processes + 1}",
+        f"--fsize={limits.disk_bytes}",
+        f"--nofile={NUM_OPEN_FILES}",
+        "--core=0",
+        *memory,
+    ]
     ids = [] if user is None else [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
     drop = ["--inh-caps=-all", *(["--bounding-set=-all"] if user is not None else [])]
     return [_program("setpriv"), *ids, *drop, "--no-new-privs", "--", _program("prlimit"), *bounds]

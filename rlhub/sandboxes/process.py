@@ -224,8 +224,8 @@ def _values(version: int, limits: SandboxLimits) -> list[Mapping[str, int]]:
     return [{"memory.max": memory, "memory.swap.max": 0, "memory.oom.group": 1, "pids.max": processes}]
 
 
-OWN_PROCESSES = 3
-"""bwrap's own processes in the group."""
+OWN_PROCESSES = 4
+"""bwrap's own processes in the group, and its command's timeout."""
 OPTIONAL = ("memory.memsw.limit_in_bytes", "memory.swap.max", "memory.oom.group")
 """Files that a kernel without swap accounting, or an older one, has not."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+from collections import deque
 from itertools import islice
 from pathlib import Path
 
@@ -11,13 +12,17 @@ RANGE_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST = 20_000
 """Lowest port to choose; Ray's workers listen below it."""
 TRIES = 100
+NUM_KEPT = 64
+
+_kept: deque[socket.socket] = deque(maxlen=NUM_KEPT)
 
 
 def free_port(host: str = "") -> int:
     """Returns a port of `host` ("": all addresses) on which no process listens.
 
-    If possible it lies below the range from which the system gives outgoing connections their port: another process may take a
-    port of that range before this one is used.
+    If possible it lies below the range from which the system gives outgoing connections their port.  It stays bound here, without
+    listening, until this process has taken NUM_KEPT more, so that no one else is given it in the meantime: with SO_REUSEADDR,
+    which torch, asyncio, ZeroMQ and gRPC set, a server can listen on it all the same.
     """
     drawn = random.SystemRandom()  # not the run's numbers
     candidates = range(FIRST, _first_of_connections())
@@ -36,11 +41,16 @@ def _first_of_connections() -> int:
 
 def _bound(host: str, port: int) -> int:
     """Returns the port, a free one for 0, or 0 if it is in use."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, port))
-        except OSError:
-            if port:
-                return 0
-            raise
-        return int(probe.getsockname()[1])
+    probe = socket.socket()
+    try:
+        probe.bind((host, port))  # without SO_REUSEADDR, with which a port that another process keeps would be had, too
+    except OSError:
+        probe.close()
+        if port:
+            return 0
+        raise
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if len(_kept) == NUM_KEPT:
+        _kept.popleft().close()
+    _kept.append(probe)
+    return int(probe.getsockname()[1])

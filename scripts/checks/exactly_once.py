@@ -158,7 +158,7 @@ def agents(plan: Plan) -> list[str]:
     return task.arguments(plan.folder / "run", *more, *cluster(plan))
 
 
-BUSY_STEPS, CALM_STEPS, PLACES = 4, 60, 64
+BUSY_STEPS, CALM_STEPS, PLACES = 8, 60, 8
 """Steps of long episodes and of long training, and the requests that a replica runs at once."""
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.support.ports import free_port
+from rlhub.utils.ports import free_port
 
 CALL_DEADLINE_S = 240.0
 

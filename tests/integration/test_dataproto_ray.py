@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rlhub.protocol import DataProto, DataProtoFuture
 from rlhub.protocol.columns import jagged, same_tensor
 from rlhub.protocol.data_proto import all_gather_data_proto
-from tests.support.ports import free_port
+from rlhub.utils.ports import free_port
 
 MIB = 2**20
 

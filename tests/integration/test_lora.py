@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from rlhub.utils.ports import free_port
 from tests.integration import lora_checks as checks
 from tests.integration.lora_checks import FLIPPED
 from tests.integration.test_megatron_engine import Group
-from tests.support.ports import free_port
 from tests.support.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).parents[2]

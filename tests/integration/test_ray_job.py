@@ -21,10 +21,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhub.single_controller.ray.cluster import build_runtime_env
+from rlhub.utils.ports import free_port
 from tests.support.chat_model import save_chat_model
 from tests.support.metrics import rows_of
-from tests.support.ports import LOOPBACK, free_port
 
+LOOPBACK = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
 JOB_TIMEOUT_S = 420.0

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from rlhub.utils.ports import free_port
 from tests.integration import reshard_checks as checks
 from tests.integration.fsdp_ranks import Ranks
 from tests.support.dense_and_moe import save_dense_and_moe
-from tests.support.ports import free_port
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from rlhub.utils.ports import free_port
 from tests.integration.rollout_scenarios import CASES, FLIPPED, INTERRUPTED_TOKENS, NUM_INTERRUPTIONS
 from tests.support.interruptions import Seen, check
-from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 600  # vLLM's import alone takes ten seconds of CPU time a process

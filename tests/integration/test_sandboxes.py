@@ -187,9 +187,11 @@ def descendants() -> list[psutil.Process]:
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
+    while time.monotonic() < end:
+        if condition():
+            return True
         time.sleep(0.05)
-    return condition()
+    return False
 
 
 DAEMON = """
@@ -323,14 +325,37 @@ async def main():
 asyncio.run(main())
 """
 
-    def inside() -> list[psutil.Process]:
-        return [p for p in psutil.process_iter(["cmdline", "name"]) if p.info["name"] == "sh" and mark in str(p.info["cmdline"])]
+    def inside() -> list[list[str]]:
+        commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+        return [command for command in commands if command[:2] == ["sh", "-c"] and mark in command[2]]
 
     driver = subprocess.Popen([sys.executable, "-c", program])
     assert until(lambda: bool(inside()), 30)
     driver.kill()
     driver.wait()
     assert until(lambda: not inside())
+
+
+def test_a_sandbox_ends_though_its_opener_is_killed_while_it_starts(mode: Mode) -> None:
+    mark = f"rlhub-start-{os.getpid()}-{time.monotonic_ns()}"
+    program = f"""
+import asyncio
+from rlhub.sandboxes import bwrap
+from rlhub.sandboxes.base import SandboxLimits
+bwrap.END_S = 1.0
+bwrap.cgroup_parents()
+async def main():
+    sandbox = bwrap.BwrapSandbox(bwrap.BwrapProvider(limits=SandboxLimits(timeout_s=2.0)), {mode!r})
+    print("ready", flush=True)
+    await sandbox.exec(["sh", "-c", "sleep 100; : {mark}"])
+asyncio.run(main())
+"""
+    for moment in range(12):
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as driver:
+            assert driver.stdout is not None and driver.stdout.readline() == b"ready\n"
+            time.sleep(0.002 * moment)
+            driver.kill()
+    assert until(lambda: not any(mark in str(process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])))
 
 
 def test_a_command_that_does_not_exist_is_a_result(mode: Mode) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlhub.utils.ports import free_port
 from scripts.checks.jobs import ROOT, STEPS, Task
 from tests.support.metrics import rows_of
-from tests.support.ports import free_port
 
 LIMIT_S = 400.0
 JOB = str(os.getpid())

@@ -18,9 +18,9 @@ import pytest
 from rlhub.errors import ConfigError
 from rlhub.sandboxes.bwrap import usable_mode
 from rlhub.tools.toolbox import Toolbox, ToolSession, load_tools
+from rlhub.utils.ports import free_port
 from rlhub.utils.tool_calls import ToolCall, ToolResult
 from tests.support.hanging import only_hanging_calls_are_late
-from tests.support.ports import free_port
 
 MCP_SERVER = '''
 import sys

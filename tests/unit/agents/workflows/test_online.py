@@ -16,7 +16,7 @@ from rlhub.agents.trajectory import Episode, Trajectory
 from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.errors import ConfigError, DeadlineError, WorkflowError
-from tests.support.ports import free_port
+from rlhub.utils.ports import free_port
 from tests.unit.agents.openai_server.endpoint import END, Told, tokenizer
 
 pytestmark = pytest.mark.anyio
