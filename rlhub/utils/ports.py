@@ -17,19 +17,21 @@ NUM_KEPT = 64
 _kept: deque[socket.socket] = deque(maxlen=NUM_KEPT)
 
 
-def free_port(host: str = "") -> int:
+def free_port(host: str = "", *, keep: bool = True) -> int:
     """Returns a port of `host` ("": all addresses) on which no process listens.
 
-    If possible it lies below the range from which the system gives outgoing connections their port.  It stays bound here, without
-    listening, until this process has taken NUM_KEPT more, so that no one else is given it in the meantime: with SO_REUSEADDR,
-    which torch, asyncio, ZeroMQ and gRPC set, a server can listen on it all the same.
+    If possible it lies below the range from which the system gives outgoing connections their port.
+
+    keep: it stays bound here, without listening, until this process has kept NUM_KEPT more, so that no one else is given it in
+        the meantime.  With SO_REUSEADDR, which torch, asyncio, ZeroMQ and gRPC set, a server can listen on it all the same; one
+        that looks first without it, such as `ray start`, cannot.
     """
     drawn = random.SystemRandom()  # not the run's numbers
     candidates = range(FIRST, _first_of_connections())
     for port in islice(iter(lambda: drawn.choice(candidates), None), TRIES if candidates else 0):
-        if _bound(host, port):
+        if _bound(host, port, keep):
             return port
-    return _bound(host, 0)
+    return _bound(host, 0, keep)
 
 
 def _first_of_connections() -> int:
@@ -39,7 +41,7 @@ def _first_of_connections() -> int:
         return 0
 
 
-def _bound(host: str, port: int) -> int:
+def _bound(host: str, port: int, keep: bool) -> int:
     """Returns the port, a free one for 0, or 0 if it is in use."""
     probe = socket.socket()
     try:
@@ -49,8 +51,12 @@ def _bound(host: str, port: int) -> int:
         if port:
             return 0
         raise
+    port = int(probe.getsockname()[1])
+    if not keep:
+        probe.close()
+        return port
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if len(_kept) == NUM_KEPT:
         _kept.popleft().close()
     _kept.append(probe)
-    return int(probe.getsockname()[1])
+    return port

@@ -61,7 +61,7 @@ FAULTS = {
 }
 """The faults of exactly_once_parts.py, and what of the audit's words must tell of each."""
 STALENESS, RETRIES, CONVERSATIONS, SAVED = 2, 2, 2, 2
-RUN_S, POLICY_S, END_S = 400.0, 1200.0, 60.0
+RUN_S, POLICY_S, END_S = 400.0, 1500.0, 60.0
 STARTING, STEP_S, START_S = 0.25, 2.0, 15.0
 """The share of kills before a step is done, the longest time after a step, and that after a process is there."""
 TOLERANCE = 1e-5
@@ -158,7 +158,7 @@ def agents(plan: Plan) -> list[str]:
     return task.arguments(plan.folder / "run", *more, *cluster(plan))
 
 
-BUSY_STEPS, CALM_STEPS, PLACES = 6, 60, 8
+BUSY_STEPS, CALM_STEPS, PLACES = 6, 50, 64
 """Steps of long episodes and of long training, and the requests that a replica runs at once."""
 
 

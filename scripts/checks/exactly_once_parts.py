@@ -1,7 +1,7 @@
 """What the jobs of exactly_once.py load: an agent that writes down what it did, and faults that the audit must find.
 
 The agent talks in two conversations at once, of two answers each, through OpenAI's client, so each episode has two trajectories;
-those of the first `busy` prompts have six long ones.  One attempt in ten fails after its first answers.  The file `log` gets a
+those of the first `busy` prompts have sixteen long ones.  One attempt in ten fails after its first answers.  The file `log` gets a
 line of JSON for each attempt that failed or completed.
 """
 
@@ -32,7 +32,7 @@ from rlhub.rollout_service.executor.staleness import StalenessManager
 FAILING = 0.1
 BROKEN = "RLHUB_CHECK_BROKEN"
 EXTRA_VERSIONS = 4
-TRAINING_S = 4.0
+TRAINING_S = 8.0
 """What a step of the estimator slow_grpo sleeps if no episode is long."""
 
 
@@ -45,7 +45,7 @@ class Shape:
     tokens: int
 
 
-USUAL, BUSY = Shape(conversations=2, turns=2, tokens=8), Shape(conversations=6, turns=1, tokens=256)
+USUAL, BUSY = Shape(conversations=2, turns=2, tokens=8), Shape(conversations=16, turns=1, tokens=256)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -87,7 +87,7 @@ def client_environment() -> dict[str, str]:
 
 def start_head(folder: Path) -> Head:
     """All of it on loopback and on ports that are free."""
-    gcs, dashboard, *others = (free_port() for _ in range(8))
+    gcs, dashboard, *others = (free_port(keep=False) for _ in range(8))
     names = (
         "dashboard-agent-listen-port", "dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port",
         "node-manager-port", "object-manager-port",

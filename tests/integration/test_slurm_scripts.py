@@ -56,7 +56,7 @@ def variables(tmp_path: Path) -> dict[str, str]:
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_CPUS_ON_NODE": "2",
         "SLURM_SUBMIT_DIR": str(ROOT),
-        "RLHUB_PORT": str(free_port()),
+        "RLHUB_PORT": str(free_port(keep=False)),
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
     }
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_ADDRESS", "RAY_AUTH", "SLURM_"))}
