@@ -1,8 +1,8 @@
 """What the jobs of exactly_once.py load: an agent that writes down what it did, and faults that the audit must find.
 
 The agent talks in two conversations at once, of two answers each, through OpenAI's client, so each episode has two trajectories;
-those of the first `busy` prompts have sixteen long ones.  One attempt in ten fails after its first answers.  The file `log` gets a
-line of JSON for each attempt that failed or completed.
+those of the first `busy` prompts have sixteen long ones.  One attempt in ten fails after its first answers.  The file `log` gets
+a line of JSON for each attempt that failed or completed.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from transformers import PreTrainedModel, Qwen3MoeConfig
+from transformers import PreTrainedModel
 
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.training import FSDPConfig, ModelConfig
@@ -34,24 +34,30 @@ from rlhub.engines.rollout.vllm.engine import VLLMEngine
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.errors import EngineError, WeightMismatchError
+from rlhub.models.experts import unfused_tensors
 from rlhub.sharding_manager.manager import ShardingManager
 from rlhub.sharding_manager.route import Route
 from tests.integration import vllm_batches
 from tests.support import interruptions
 from tests.support import rollout_contract as contract
 from tests.support.plain_train_engine import PlainTrainEngine
-from tests.support.tiny_models import HEAD_WIDTH, Family, greedy_reference, save_tiny_model, sequence_log_probs, tiny_model
+from tests.support.tiny_models import Family, greedy_reference, save_tiny_model, sequence_log_probs, tiny_model
 
 MAX_MODEL_LEN = 96
 BUCKET = 4096
 GREEDY_TOKENS = 16
 INTERRUPTED_TOKENS = 24
 NUM_INTERRUPTIONS = 20
-# One of each kind of live parameter: fused rows, fused bias, split columns, vocabulary rows, replicated.
+# One of each kind of live parameter: fused rows, fused bias, split columns, vocabulary rows, replicated, experts.
 FLIPPED = {
     "qwen2": ["model.layers.1.self_attn.k_proj.bias", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"],
     "qwen3": ["model.layers.0.self_attn.q_norm.weight", "model.layers.1.self_attn.v_proj.weight"],
     "llama": ["model.layers.1.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"],
+    "qwen3_moe": [
+        "model.layers.0.mlp.experts.3.down_proj.weight",
+        "model.layers.1.mlp.experts.2.up_proj.weight",
+        "model.layers.1.mlp.gate.weight",
+    ],
 }
 
 
@@ -70,11 +76,17 @@ class Case:
 
 
 CASES = {  # by number of ranks
-    1: [Case(family="qwen2", tied=True, tp=1), Case(family="llama", tied=False, tp=1), Case(family="qwen3", tied=True, tp=1)],
+    1: [
+        Case(family="qwen2", tied=True, tp=1),
+        Case(family="llama", tied=False, tp=1),
+        Case(family="qwen3", tied=True, tp=1),
+        Case(family="qwen3_moe", tied=False, tp=1),
+    ],
     2: [
         Case(family="qwen2", tied=True, tp=1, fsdp=True),
         Case(family="qwen2", tied=True, tp=2),
         Case(family="llama", tied=False, tp=2, fsdp=True),
+        Case(family="qwen3_moe", tied=False, tp=2, fsdp=True),
     ],
 }
 
@@ -106,12 +118,6 @@ def process_state() -> dict[str, Any]:
         "affinity": sorted(os.sched_getaffinity(0)),
         "environment": {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
     }
-
-
-def mixture_of_experts(path: Path) -> RolloutEngine:
-    """For a model of that kind; its weights need not be there."""
-    Qwen3MoeConfig(num_experts=4, head_dim=HEAD_WIDTH).save_pretrained(path)
-    return build(path, "vllm", 1, 0)
 
 
 def greedy(engine: RolloutEngine) -> list[list[int]]:
@@ -248,7 +254,7 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
         out["steps"].append(observe_step(engine, manager, model, version))
         change(version)
     out["stale_prefix_error"] = stale_prefix_error(engine, manager, model)
-    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    weights = {name: tensor.detach() for name, tensor in unfused_tensors(model.named_parameters())}
     contract.check_live_weights(engine, weights)
     contract.check_overwriting(engine, weights)
     contract.check_standby(engine, weights)
@@ -265,7 +271,6 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
         if world_size == 1 and case.family == "qwen2":
             out["interrupted"] = interrupt(engine, model)
             out["ahead"] = vllm_batches.observe_ahead(engine)
-        out["experts"] = error_of(lambda: mixture_of_experts(path.parent / f"experts-{rank}").initialize())
     else:
         out["agenerate"] = error_of(lambda: next(iter(engine.agenerate(contract.requests()[0], SamplingParams()).__await__())))
     last = rank == world_size - 1

@@ -123,13 +123,6 @@ def test_a_prefix_of_an_interrupted_request_is_not_shared_across_an_update(job: 
     assert case["stale_error"] > 1e-3, "without the reset this test would have to fail"
 
 
-def test_a_mixture_of_experts_is_refused_on_cpu(job: list[dict[str, Any]]) -> None:
-    """vLLM would compute with a packed copy of the experts that no update reaches."""
-    for name, case in cases(job):
-        assert ("experts" in case) == name.endswith("tp1")
-        assert "rollout.name=hf" in case.get("experts", "rollout.name=hf")
-
-
 def test_whole_batches_are_what_vllms_own_interface_gives(job: list[dict[str, Any]]) -> None:
     for name, case in cases(job):
         assert ("batches" in case) == name.startswith("qwen2")
@@ -159,3 +152,11 @@ def test_after_an_error_inside_a_step_the_engine_generates_no_more(job: list[dic
     for name, case in cases(job):
         assert "_Broken" in case["failure"]["failure"], name
         assert "built again" in case["failure"]["answer"], name
+
+
+def test_experts_in_vllms_layout_are_read_back_on_every_rank() -> None:
+    checks = Path(__file__).with_name("vllm_experts_checks.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert "7 passed" in done.stdout

@@ -10,6 +10,7 @@ from torch import distributed as dist
 
 from rlhub.engines.training.base import LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.collectives import gather_rows
+from rlhub.models.experts import unfused, unfused_tensors
 from rlhub.protocol.weights.pieces import Piece, whole_piece
 
 OPERATIONS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
@@ -29,7 +30,7 @@ class PlainTrainEngine(TrainEngine):
     def named_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
         self.log.append("stream")
         bucket: list[tuple[str, Tensor]] = []
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in unfused_tensors(self.model.named_parameters()):
             bucket.append((name, parameter.detach()))
             if sum(tensor.nbytes for _, tensor in bucket) >= bucket_bytes:
                 yield bucket
@@ -39,7 +40,8 @@ class PlainTrainEngine(TrainEngine):
 
     def local_weights(self) -> Iterator[Piece] | None:
         self.log.append("local")
-        return (whole_piece(name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        whole = (whole_piece(name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        return (piece for fused in whole for piece in unfused(fused))
 
     def reduce(self, values: Tensor, op: str = "sum", *, every_rank: bool = False) -> Tensor:
         out = values.clone()

@@ -14,18 +14,22 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
-Family = Literal["qwen2", "qwen3", "llama"]
+Family = Literal["qwen2", "qwen3", "llama", "qwen3_moe"]
 CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 VOCABULARY = 71  # not a multiple of the padding that vLLM gives the vocabulary
 END_OF_SEQUENCE = 2
 HEAD_WIDTH = 32  # the smallest that vLLM's CPU attention has
-KV_HEADS = {"qwen2": 2, "qwen3": 2, "llama": 1}  # 1: two tensor-parallel ranks hold the same key-value head
+KV_HEADS = {"qwen2": 2, "qwen3": 2, "llama": 1, "qwen3_moe": 2}  # 1: two tensor-parallel ranks hold the same key-value head
 
 
 def tiny_model(family: Family = "qwen2", *, tied: bool = True, seed: int = 0) -> PreTrainedModel:
@@ -45,6 +49,7 @@ def tiny_model(family: Family = "qwen2", *, tied: bool = True, seed: int = 0) ->
         bos_token_id=1,
         eos_token_id=END_OF_SEQUENCE,
         pad_token_id=0,
+        **(EXPERTS if family == "qwen3_moe" else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

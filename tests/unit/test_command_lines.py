@@ -48,7 +48,7 @@ LINES = {
     "experts": """
         --config-path=./config --config-name=ppo_megatron_trainer actor_rollout_ref.actor.megatron.expert_model_parallel_size=4
         actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1 actor_rollout_ref.actor.megatron.use_mbridge=True
-        actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.tensor_model_parallel_size=1""",
+        actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=1""",
     "a reward model behind an engine": """
         algorithm.adv_estimator=gae critic.model.path=some/model critic.optim.lr=1e-5 critic.ppo_micro_batch_size_per_gpu=8
         reward_model.enable=True reward_model.model.path=some/reward-model reward_model.use_reward_loop=True
@@ -65,11 +65,6 @@ REFUSED = {
     ),
     "sizes over all ranks": ("actor_rollout_ref.actor.ppo_micro_batch_size=64", ("_per_gpu",)),
     "another accelerator": ("trainer.device=npu", ("cuda and cpu",)),
-    "experts on vLLM": (
-        "actor_rollout_ref.rollout.name=vllm actor_rollout_ref.actor.strategy=megatron "
-        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4",
-        ("mixture of 64 experts", "actor_rollout_ref.rollout.name=hf"),
-    ),
 }
 
 

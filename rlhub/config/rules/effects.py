@@ -53,12 +53,17 @@ def _matching(keys: tuple[str, ...], set_keys: AbstractSet[str]) -> Iterator[str
             yield key
 
 
+_ON_GPUS = ("gpu_memory_utilization", "enforce_eager", "free_cache_engine", "enable_expert_parallel")
+
+
 @dead.register
 def _(config: PPOConfig) -> list[Dead]:
     actor, critic, rollout = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.rollout
     control, val, in_reward = config.algorithm.kl_ctrl, rollout.val_kwargs, config.algorithm.use_kl_in_reward
     agent, env_hosts = rollout.agent, tuple(f"{_ROLLOUT}agent.env_host_{name}" for name in ("cpus", "gpus"))
-    on_gpus = tuple(f"{_ROLLOUT}{name}" for name in ("gpu_memory_utilization", "enforce_eager", "free_cache_engine"))
+    on_gpus = tuple(
+        f"{_ROLLOUT}{name}" for name in ("gpu_memory_utilization", "enforce_eager", "free_cache_engine", "enable_expert_parallel")
+    )
     return [
         (not actor.use_kl_loss, (f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type"), "actor_rollout_ref.actor.use_kl_loss is off"),
         (not in_reward, ("algorithm.kl_penalty", "algorithm.kl_ctrl."), "algorithm.use_kl_in_reward is off"),

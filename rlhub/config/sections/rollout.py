@@ -122,6 +122,8 @@ class RolloutConfig:
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share one copy of the model (vllm), with mode=async the devices of a replica; divides ranks and attention
     heads."""
+    enable_expert_parallel: bool = False
+    """vllm on GPUs: tensor_model_parallel_size ranks share out the experts of a mixture of experts, instead of a part of each."""
     gpu_memory_utilization: PositiveUnitFloat = 0.5
     """GPU: fraction of the memory for the engine's weights and KV cache."""
     kv_cache_gb: PositiveFloat | None = None

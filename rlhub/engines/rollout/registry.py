@@ -81,7 +81,9 @@ PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE = "parallel_service", "most_replic
 MODEL_PROBLEMS = "model_problems"
 _CHECKS = "rlhub.engines.rollout.registry"
 _PROCESSES = "rlhub.engines.rollout.vllm.async_engine:AsyncVLLMEngine"
-_VLLM = {MEMORY_SHARE: f"{_CHECKS}:gpu_memory_utilization", MODEL_PROBLEMS: f"{_CHECKS}:expert_problems"}
+EXPERTS_ON_VLLM = ("qwen2_moe", "qwen3_moe")
+"""Models with experts whose weights vLLM takes under the names that the trainer sends."""
+_VLLM = {MEMORY_SHARE: f"{_CHECKS}:gpu_memory_utilization", MODEL_PROBLEMS: f"{_CHECKS}:vllm_problems"}
 ROLLOUT_ENGINES.add_lazy(
     "vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"}, companions={PARALLEL_SERVICE: _PROCESSES, **_VLLM}
 )
@@ -183,12 +185,9 @@ def service_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
     return [f"{KEY}.name={config.name} with {KEY}.mode={config.mode}: this engine is for mode=async; set that, or name=vllm"]
 
 
-def expert_problems(values: Mapping[str, Any], *, where: str) -> list[str]:
-    """Returns a sentence if vLLM would generate with a mixture of experts, or with a model that reads images.
-
-    vLLM fuses the experts of a layer into tensors of its own layout, which the check of the weights after each sync cannot
-    read back; on CPU it repacks them, so they could not even be written.
-    """
+def vllm_problems(values: Mapping[str, Any], *, where: str) -> list[str]:
+    """Returns a sentence if vLLM would generate with a model that reads images, or with experts whose names in its layout of them
+    are not known."""
     if values.get("vision_config"):
         return [
             f"{where}: the model reads images. vLLM's models of pictures import torchvision, which is not in this environment's "
@@ -196,11 +195,13 @@ def expert_problems(values: Mapping[str, Any], *, where: str) -> list[str]:
             f"sampling at given places and the value head; set {where.partition('=')[0]}=hf"
         ]
     count = next((int(values[name]) for name in NUM_EXPERTS if values.get(name)), 1)
-    if count == 1:
+    if count == 1 or values.get("model_type") in EXPERTS_ON_VLLM:
         return []
+    key, known = where.partition("=")[0], " and ".join(EXPERTS_ON_VLLM)
     return [
-        f"{where}: the model is a mixture of {count} experts, which vLLM fuses into a layout of its own: new weights could not "
-        f"be checked there; set {where.partition('=')[0]}=hf (slower), or have a server of another job generate (name=remote)"
+        f"{where}: the model is a {values.get('model_type')} with {count} experts. vLLM fuses experts into a layout of "
+        f"its own, in which new weights are known to be right for {known}; set {key}=hf (slower), or have a server of another job generate "
+        "(name=remote)"
     ]
 
 

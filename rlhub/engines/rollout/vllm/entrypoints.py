@@ -34,6 +34,7 @@ from rlhub.engines.rollout.vllm.environment import agree_on_stream, agree_on_thr
 from rlhub.engines.rollout.vllm.internals import MultiprocExecutor, UniProcExecutor, cpu_head_widths
 from rlhub.engines.rollout.vllm.worker import StandbyWeights, add_adapter, live_weights, load_stream
 from rlhub.errors import EngineError
+from rlhub.models.shape import NUM_EXPERTS
 from rlhub.protocol.weights.pieces import Piece
 
 EXTENSION = "rlhub.engines.rollout.vllm.worker.WorkerExtension"
@@ -325,9 +326,9 @@ def engine_arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
     if current_platform.is_cpu():
         text = _text_config(setup)
         _check_head_width(text)
-        _refuse_experts(setup, text)
         arguments.update(
             enforce_eager=True,  # compiling takes a minute and a half here and gains 9 %
+            enable_expert_parallel=False,  # the kernel of experts there computes with all of them
             block_size=CPU_BLOCK_TOKENS,
             # After a part of a prompt vLLM sets the seeded generator back, which CPU generators cannot do.
             enable_chunked_prefill=False,
@@ -346,6 +347,7 @@ def _arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "seed": setup.seed + setup.dp_rank,  # ranks of one tensor-parallel group must agree, replicas must not
         "tensor_parallel_size": config.tensor_model_parallel_size,
+        "enable_expert_parallel": config.enable_expert_parallel,
         "max_model_len": setup.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": max(config.max_num_batched_tokens, setup.max_model_len, config.max_num_seqs),
@@ -355,19 +357,22 @@ def _arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
         "enforce_eager": config.enforce_eager,
         "logprobs_mode": "processed_logprobs",  # those of the sampled distribution, which the trainer compares with its own
         "skip_tokenizer_init": not setup.structured,  # token in, token out; only grammars need the texts of tokens
+        "moe_backend": "auto" if current_platform.is_cpu() else "triton",  # others shuffle the experts' weights when they load
         "generation_config": "vllm",  # the model folder's sampling defaults must not change the requests
-        **(_lora_arguments(setup.model.lora_rank) if setup.adapters else {}),
+        **(_lora_arguments(setup) if setup.adapters else {}),
     }
 
 
-def _lora_arguments(rank: int) -> dict[str, Any]:
-    """Returns the arguments of an engine with one adapter.  Raises EngineError for a rank beyond what vLLM's kernels have."""
+def _lora_arguments(setup: RolloutSetup) -> dict[str, Any]:
+    """Returns the arguments of an engine with one adapter.  Raises EngineError for a rank beyond what vLLM's kernels have, and
+    for a mixture of experts, which vLLM would give adapters that no update brings."""
+    rank, remedy = setup.model.lora_rank, "set actor_rollout_ref.rollout.lora_sync=merged"
+    values = _text_config(setup).to_dict()
+    if any(values.get(name) for name in NUM_EXPERTS):
+        raise EngineError(f"an adapter alone cannot be given to vLLM for the experts of {setup.model.path}: {remedy}")
     largest = next((size for size in ADAPTER_RANKS if size >= rank), None)
     if largest is None:
-        raise EngineError(
-            f"vLLM computes adapters of rank {ADAPTER_RANKS[-1]} at most, and model.lora_rank={rank}: set "
-            "actor_rollout_ref.rollout.lora_sync=merged"
-        )
+        raise EngineError(f"vLLM computes adapters of rank {ADAPTER_RANKS[-1]} at most, and model.lora_rank={rank}: {remedy}")
     return {"enable_lora": True, "max_lora_rank": largest, "max_loras": 1}
 
 
@@ -385,17 +390,6 @@ def _check_head_width(text: PreTrainedConfig) -> None:
     if width not in known:
         raise EngineError(
             f"vLLM on CPU has attention for heads of {', '.join(map(str, known))} elements; the model's have {width}: "
-            "use rollout.name=hf"
-        )
-
-
-def _refuse_experts(setup: RolloutSetup, text: PreTrainedConfig) -> None:
-    """Raises EngineError for a mixture of experts: vLLM's CPU kernels keep the experts' weights in a layout of their own,
-    which is built once, when the model is loaded."""
-    values = text.to_dict()
-    if values.get("num_experts") or values.get("num_local_experts"):
-        raise EngineError(
-            f"vLLM on CPU repacks the experts of {setup.model.path} when it loads them, so they could not be updated: "
             "use rollout.name=hf"
         )
 

@@ -22,6 +22,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -37,6 +38,9 @@ INTERNALS = {
     "vllm.lora.model_manager:LoRAModelManager.activate_adapter": "new adapters come from memory",
     "vllm.lora.model_manager:LoRAModelManager.get_adapter": "to know which layers the adapter has",
     "vllm.lora.peft_helper:PEFTHelper": "new adapters come from memory",
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts._padded_intermediate_size": (
+        "experts on CPU must compute with the parameters that updates write"
+    ),
     "vllm.model_executor.layers.utils:check_cpu_sgl_kernel": "linear layers on CPU must compute with the parameters",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes": "to refuse a model before it is built",
     "vllm.v1.engine.async_llm:AsyncLLM.engine_core": "vLLM's own pause sleeps 20 ms, several times an exchange of weights",
@@ -52,15 +56,31 @@ INTERNALS = {
 
 
 def keep_weights_unpacked() -> None:
-    """Stops vLLM's linear layers on CPU from repacking their weights.  Call in the process that holds the model, before it is
-    built.
+    """Stops vLLM's linear layers and experts on CPU from repacking their weights.  Call in the process that holds the model,
+    before it is built.
 
     Repacking frees the parameters, so they could not be written again, and with tied embeddings vLLM would silently go on
-    computing logits from the old output layer.
+    computing logits from the old output layer.  Experts have no other kernel: theirs are packed for every pass.
     """
     if current_platform.is_cpu():
         custom_ops._supports_onednn = False
         layer_utils.check_cpu_sgl_kernel = lambda *_: False
+        CPUUnquantizedExperts.process_weights_after_loading = lambda *_: None
+        CPUUnquantizedExperts.apply = _apply_experts
+
+
+_apply_packed = CPUUnquantizedExperts.apply
+
+
+def _apply_experts(self: CPUUnquantizedExperts, *, w1: Tensor, w2: Tensor, **more: Any) -> None:
+    """Computes with the parameters as they are, w1 (experts, 2 x intermediate, hidden) and w2 (experts, hidden, intermediate),
+    padded to what the kernel asks for."""
+    num_experts, hidden, width = w2.shape
+    padding = self._padded_intermediate_size(self.moe_config) - width
+    gate_up = nn.functional.pad(w1.view(num_experts, 2, width, hidden), (0, 0, 0, padding)).view(num_experts, -1, hidden)
+    down = nn.functional.pad(w2, (0, padding))
+    packed = [custom_ops.cpu_prepack_moe_weight(weight.contiguous(), self.isa) for weight in (gate_up, down)]
+    _apply_packed(self, w1=packed[0], w2=packed[1], **more)
 
 
 @dataclass(slots=True, kw_only=True)

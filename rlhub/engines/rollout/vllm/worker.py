@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -247,6 +248,8 @@ def _parts(path: str, leaf: str, module: nn.Module, parameter: Tensor) -> Iterat
             offset += size
     elif isinstance(module, RowParallelLinear) and leaf == "weight":
         yield _part(name, parameter, 1, module.tp_rank * parameter.shape[1], parameter.shape[1] * module.tp_size)
+    elif isinstance(module, RoutedExperts):
+        yield from _experts(path, leaf, module, parameter)
     elif isinstance(module, VocabParallelEmbedding):
         shard = module.shard_indices
         size = shard.org_vocab_end_index - shard.org_vocab_start_index  # what follows is padding
@@ -256,6 +259,30 @@ def _parts(path: str, leaf: str, module: nn.Module, parameter: Tensor) -> Iterat
         yield whole_piece(name, parameter)
     else:
         raise EngineError(f"cannot read back {name}: the layout of {type(module).__name__} is not known to the weight check")
+
+
+def _experts(path: str, leaf: str, module: RoutedExperts, parameter: Tensor) -> Iterator[Piece]:
+    """Yields the projections of this rank's experts.
+
+    parameter: w13_weight (experts, 2 x intermediate, hidden), the gate's rows before those of the up projection, or w2_weight
+    (experts, hidden, intermediate).  A rank has some of the experts or a part of each one's intermediate size.
+    """
+    config, parallel = module.moe_config, module.moe_config.moe_parallel_config
+    width, hidden = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
+    padded = parameter.shape[2] if leaf == "w2_weight" else parameter.shape[1] // 2
+    if leaf == "w13_weight":
+        dim, starts = 0, {module.ckpt_gate_proj_name: 0, module.ckpt_up_proj_name: padded}
+    elif leaf == "w2_weight":
+        dim, starts = 1, {module.ckpt_down_proj_name: 0}
+    else:
+        raise EngineError(f"cannot read back {path}.{leaf}: of experts only the weights of their projections are known")
+    places = module.expert_map_manager.expert_map
+    local = range(len(parameter)) if places is None else places.tolist()
+    prefix = path.removesuffix(".routed_experts")
+    for expert, place in enumerate(local):
+        for projection, start in starts.items() if place >= 0 else ():
+            view = parameter[place].narrow(dim, start, width).narrow(1 - dim, 0, hidden)
+            yield _part(f"{prefix}.{expert}.{projection}.weight", view, dim, parallel.tp_rank * width, parallel.tp_size * width)
 
 
 def _part(name: str, view: Tensor, dim: int, start: int, full: int) -> Piece:

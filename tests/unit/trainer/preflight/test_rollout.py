@@ -151,17 +151,22 @@ def test_what_serves_evaluation_only_is_what_its_dialect_says() -> None:
         assert DIALECTS[server].trains == (server not in EVALUATION_ONLY)
 
 
+SHAPES = {"mixtral": "Qwen3-30B-A3B", "dense": "Qwen2.5-7B", "qwen3_moe": "Qwen3-30B-A3B"}
+
+
 @pytest.mark.parametrize("name", ["vllm", "vllm_async"])
-def test_a_mixture_of_experts_is_refused_on_vllm_before_anything_starts(tmp_path: Path, name: str) -> None:
-    """As policy, judge and served model; hf runs it, and a dense model passes on both."""
-    experts, dense = (str(save_shape(tmp_path / shape, shape)) for shape in ("Qwen3-30B-A3B", "Qwen2.5-7B"))
+def test_experts_of_an_unknown_layout_are_refused_on_vllm_before_anything_starts(tmp_path: Path, name: str) -> None:
+    """As policy, judge and served model; hf runs it, and a dense model and Qwen's experts pass on both."""
+    experts, dense, known = (str(save_shape(tmp_path / name, shape)) for name, shape in SHAPES.items())
+    values = json.loads((file := Path(experts) / "config.json").read_text())
+    file.write_text(json.dumps({**values, "model_type": "mixtral"}))
     config, key = episodes(name=name), "actor_rollout_ref.rollout.name"
     config.actor_rollout_ref.model.path = experts
     (problem,) = check_rollout_engine(config)
-    assert problem.startswith(f"{key}={name}: the model is a mixture of 128 experts") and f"set {key}=hf" in problem
+    assert problem.startswith(f"{key}={name}: the model is a mixtral with 128 experts") and f"set {key}=hf" in problem
     assert check_weights_reach(config) == [], "said once"
-    config.actor_rollout_ref.model.path = dense
-    assert check_rollout_engine(config) == []
+    for config.actor_rollout_ref.model.path in (dense, known):
+        assert check_rollout_engine(config) == []
     config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout.name = experts, "hf"
     assert check_rollout_engine(config) == []
 
