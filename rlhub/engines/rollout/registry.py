@@ -197,11 +197,10 @@ def vllm_problems(values: Mapping[str, Any], *, where: str) -> list[str]:
     count = next((int(values[name]) for name in NUM_EXPERTS if values.get(name)), 1)
     if count == 1 or values.get("model_type") in EXPERTS_ON_VLLM:
         return []
-    key, known = where.partition("=")[0], " and ".join(EXPERTS_ON_VLLM)
+    kind, key, known = values.get("model_type"), where.partition("=")[0], " and ".join(EXPERTS_ON_VLLM)
     return [
-        f"{where}: the model is a {values.get('model_type')} with {count} experts. vLLM fuses experts into a layout of "
-        f"its own, in which new weights are known to be right for {known}; set {key}=hf (slower), or have a server of another job generate "
-        "(name=remote)"
+        f"{where}: the model is a {kind} with {count} experts. vLLM fuses experts into a layout of its own, in which new weights "
+        f"are known to be right for {known}; set {key}=hf (slower), or have a server of another job generate (name=remote)"
     ]
 
 
