@@ -23,10 +23,12 @@ from torch import Tensor
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 from rlhub.engines.training.collectives import check_finite
+from rlhub.engines.training.expert_load import load_of
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.megatron import weights
 from rlhub.engines.training.megatron.engine import MegatronEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
+from rlhub.engines.training.packing import needed_tokens
 from rlhub.errors import ConfigError, NonFiniteError
 from rlhub.models.experts import unfused_tensors
 from rlhub.models.megatron.model import PackedAttention, PackedRows
@@ -215,6 +217,7 @@ def agreement(path: str, kind: str, case: dict[str, Any]) -> dict[str, Any]:
     inferred = built.infer(mine, outputs=INFERRED[kind])
     with torch.no_grad():
         outputs = plain_outputs(model, mine, kind) if len(mine["input_ids"]) else inferred
+    plain_load = load_of_rows(model, rows) if built.expert_load is not None else None
     if case.get("damage") == "weight":
         model.get_parameter("model.norm.weight").data[0] *= -1
     expected = plain_gradient(model, rows, kind)
@@ -240,7 +243,19 @@ def agreement(path: str, kind: str, case: dict[str, Any]) -> dict[str, Any]:
             (float((inferred[name] - outputs[name]).abs().max()) for name in outputs if outputs[name].numel()), default=0
         ),
         "collect": (built.dp_rank, built.dp_size, built.is_collect),
+        "load": built.expert_load and built.expert_load.metrics(built.reduce),
+        "plain_load": plain_load,
     }
+
+
+def load_of_rows(model: Any, rows: Rows) -> dict[str, float]:
+    """The load of experts where each row passes alone, without the tokens that no engine needs."""
+    load = load_of(model, CPU)
+    assert load is not None
+    for ids, needed in zip(rows["input_ids"], needed_tokens(rows)[1], strict=True):
+        if needed.any():
+            model(ids[needed][None], use_cache=False)
+    return load.metrics(lambda values, **_: values)
 
 
 def _scaled(loss: Callable[[ForwardOutputs, Rows], LossOutput], factor: float) -> Callable[[ForwardOutputs, Rows], LossOutput]:

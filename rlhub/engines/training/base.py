@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhub.engines.training.expert_load import ExpertLoad
 from rlhub.protocol.weights.pieces import Piece
 
 Rows = Mapping[str, Tensor]
@@ -103,6 +104,7 @@ class TrainEngine(ABC):
         (tensor, pipeline) share a shard.
     is_collect: True on the one rank of each shard whose outputs are returned for it; all ranks of the shard compute the same
         outputs.
+    expert_load: of the passes with gradients; None for a model without experts.
     token_counts: of the last passes; None for an engine whose rows share no prefixes.
     publishes_adapters: True gives a rollout engine the LoRA adapters alone; set before the first update.
     """
@@ -112,6 +114,7 @@ class TrainEngine(ABC):
     is_collect: bool
     device: torch.device
     token_counts: TokenCounts | None = None
+    expert_load: ExpertLoad | None = None
     publishes_adapters: bool = False
 
     @abstractmethod

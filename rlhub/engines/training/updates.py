@@ -109,6 +109,8 @@ class PolicyUpdater:
         metrics = policy_metrics(steps)
         if self.correction.behaviour(rows) is not None:
             metrics |= extremes.metrics(self.engine)
+        if self.engine.expert_load is not None:
+            metrics |= self.engine.expert_load.metrics(self.engine.reduce)
         return metrics
 
     @property

@@ -24,6 +24,7 @@ from rlhub.engines.training.base import (
     TrainEngine,
 )
 from rlhub.engines.training.collectives import gather_rows
+from rlhub.engines.training.expert_load import load_of
 from rlhub.engines.training.fsdp.blocks import resolve_compile
 from rlhub.engines.training.fsdp.building import BuildPlan, ShardedAdamW, build_sharded, fill, live_pieces
 from rlhub.engines.training.fsdp.weights import (
@@ -126,6 +127,7 @@ class FSDPEngine(TrainEngine):
         )
         built = build_sharded(plan, self.layout, self.device)
         self.root, self.model, self.params = built.root, built.model, built.params
+        self.expert_load = load_of(self.model, self.device)
         self._sync_once = num_bytes(p.param for p in self.params if p.param.requires_grad) <= UNSHARDED_GRAD_BYTES
         if self.optim_config is not None:
             offload = self.fsdp_config.optimizer_offload

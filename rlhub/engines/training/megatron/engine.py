@@ -31,6 +31,7 @@ from rlhub.engines.training.collectives import gather_rows
 from rlhub.engines.training.megatron.optimizer import MegatronAdamW
 from rlhub.engines.training.megatron.passes import (
     MicroBatch,
+    load_of_chunks,
     own_outputs,
     passes_needed,
     policy_outputs,
@@ -109,8 +110,7 @@ class MegatronEngine(TrainEngine):
         self._parallel: ParallelState | None = None
         self._streamed: dict[str, list[StreamedTensor]] = {}
         self.low_ranks: dict[str, LowRank] = {}  # by the name of the frozen weight
-        self._loss_is_finite = True
-        self._host = HostCopies()
+        self._loss_is_finite, self._host = True, HostCopies()
 
     def initialize(self) -> None:
         parallel = self._parallel = ensure_model_parallel(self.megatron_config)
@@ -128,6 +128,7 @@ class MegatronEngine(TrainEngine):
         prepare_schedule(built.config)
         self.vocab_size, self.chunks = built.vocab_size, list(built.chunks)
         self.params = list(param_parts(built))
+        self.expert_load = load_of_chunks(self.chunks, built.config, self.device)
         self.low_ranks = {part.weight_name: part for part in low_ranks(self.chunks)}
         mark_cut_weights(self.params)
         if self.optim_config is not None:

@@ -31,12 +31,23 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rlhub.engines.training.base import Rows
+from rlhub.engines.training.expert_load import ExpertLoad, of_map
 from rlhub.engines.training.fsdp.logprob import add_product, chunk_tokens
 from rlhub.engines.training.packing import ModelInputs
+
+
+def load_of_chunks(chunks: Sequence[nn.Module], config: TransformerConfig, device: torch.device) -> ExpertLoad | None:
+    """Returns the count of the tokens of experts, None for a model without; chunks: the pieces of the model on this rank."""
+    if not config.num_moe_experts:
+        return None
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    routers = {module.layer_number - 1: module for module in modules if isinstance(module, TopKRouter)}
+    return ExpertLoad(routers, (config.num_layers, config.num_moe_experts), of_map, device)
 
 
 @dataclass(slots=True, kw_only=True)
