@@ -18,7 +18,7 @@ step() {
 }
 step "lint" "$PY" -m ruff check .
 step "format" "$PY" -m ruff format --check .
-step "types" "$PY" -m mypy rlhub
+step "types" "$PY" -m mypy rlhub scripts recipes
 step "unit tests" "$PY" -m pytest -q -n "$((NUM_CORES > 4 ? 4 : NUM_CORES))" --dist worksteal tests/unit
 
 echo "--- total: $SECONDS s"

@@ -176,7 +176,7 @@ class Outcome:
     def of_run(cls, folder: Path) -> Outcome:
         """Reads the metrics and the last checkpoint of a run folder."""
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        last, tensors = folder / f"global_step_{STEPS}", {}
+        last, tensors = folder / f"global_step_{STEPS}", dict[str, Any]()
         for path in sorted(last.rglob("*.safetensors")):
             tensors |= {f"{path.relative_to(last)}:{name}": tensor for name, tensor in tensors_in(path).items()}
         if len(rows) != STEPS or not tensors:

@@ -24,6 +24,7 @@ from rlhub.config.cli import run as run_cli
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.step import StepParts
+from rlhub.trainer.ppo.stream_source import StreamSource
 from rlhub.trainer.ppo.trainer import PPOData, PPOTrainer, build_data, build_trainer
 from rlhub.trainer.preflight.checks import check_training
 from rlhub.trainer.run import Run
@@ -35,16 +36,16 @@ class WithReplicas:
 
     def __init__(self, step: StepParts, add: int, remove: int) -> None:
         self.step, self.add, self.remove = step, add, remove
-        self.source = self.step.source
+        assert isinstance(step.source, StreamSource) and step.source.service is not None, "rollout.mode=async has replicas"
+        self.source, self.service = step.source, step.source.service
         self.kl_controller = self.step.kl_controller
         self.added = ""
 
     def __call__(self, step: int, prompts: Iterator[DataProto]) -> dict[str, Any]:
-        service = self.source.service
         if step == self.add:
-            self.added = service.add(f"before step {step}")
+            self.added = self.service.add(f"before step {step}")
         if step == self.remove and self.added:
-            service.remove(self.added, f"before step {step}")
+            self.service.remove(self.added, f"before step {step}")
         return self.step(step, prompts)
 
 
@@ -57,7 +58,7 @@ def main() -> int:
 
     def build(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) -> PPOTrainer:
         trainer = build_trainer(config, data, run, stack)
-        trainer.train_step = WithReplicas(trainer.train_step, given.add, given.remove)
+        trainer.train_step = WithReplicas(trainer.train_step, given.add, given.remove)  # type: ignore[assignment]  # has its interface
         return trainer
 
     def fit(config: PPOConfig) -> int:

@@ -21,16 +21,17 @@ import torch
 
 from rlhub.config.cli import run as run_cli
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.data.order import ResumableLoader
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import ConfigError, DeadlineError
 from rlhub.models.tokenizer import read_vocabulary
+from rlhub.rewards.rows import no_turn_scores
 from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.trajectory_files import TrajectoryWriter
 from rlhub.sharding_manager.reader import WeightReader
-from rlhub.trainer.ppo.episode_scoring import no_turn_scores
 from rlhub.trainer.ppo.episodes import Workflows, samplings
 from rlhub.trainer.ppo.stream_source import LoaderPositions
 from rlhub.trainer.ppo.trainer import build_data
@@ -137,7 +138,7 @@ def make_engine(config: PPOConfig) -> RolloutEngine:
 
 def make_executor(
     config: PPOConfig, engine: RolloutEngine, runner: AsyncTaskRunner
-) -> tuple[WorkflowExecutor, LoaderPositions, Sequence[object]]:
+) -> tuple[WorkflowExecutor, LoaderPositions, ResumableLoader]:
     """Episodes over the prompts of the settings, as far ahead of training as they allow."""
     data, trainer = build_data(config), config.trainer
     vocabulary = read_vocabulary(config.actor_rollout_ref.model, data.tokenizer)

@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def settings_of(texts: Sequence[str]) -> dict[str, Any]:
     """Returns settings of the plain loop as they are written on a command line."""
-    kinds = {one.name: type(one.default) for one in dataclasses.fields(Settings)}
+    kinds: dict[str, Any] = {one.name: type(one.default) for one in dataclasses.fields(Settings)}
     return {name: kinds[name](value) for name, value in (text.split("=") for text in texts)}
 
 

@@ -92,7 +92,7 @@ class Policy(nn.Module):
     def forward(self, images: Tensor, color: Tensor) -> tuple[Tensor, Tensor]:
         """Returns logits (rows, tokens, bins) and values (rows,).  images: (rows, 32, 32, 3) uint8; color: (rows,)."""
         pixels = (images.permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
-        ids = self.prompts[color]
+        ids = self.get_buffer("prompts")[color]
         outputs = self.model.base_model(
             input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels[:, None], use_cache=False
         )
@@ -172,8 +172,8 @@ def demonstration_rows(episodes: list[RecordedEpisode]) -> tuple[Tensor, Tensor,
         tokens = bins[places.clip(max=len(frames) - 1)].reshape(len(frames), -1)
         mask = np.repeat(places < len(frames), VLA.action_dim, axis=1)
         columns.append((next(iter(episode.images.values())), color, tokens, mask))
-    images, color, tokens, mask = (torch.from_numpy(np.concatenate(column)) for column in zip(*columns, strict=True))
-    return images, color, tokens, mask
+    pictures, colors, answers, learned = (torch.from_numpy(np.concatenate(column)) for column in zip(*columns, strict=True))
+    return pictures, colors, answers, learned
 
 
 def clone(policy: Policy, settings: Settings) -> None:

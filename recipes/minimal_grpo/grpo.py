@@ -26,16 +26,17 @@ def main(config: PPOConfig) -> None:
     config.algorithm.adv_estimator = "grpo"  # decides which workers start: no critic
     data = build_data(config)
     reward = prepare_reward(config, data.tokenizer)
-    sampling = {"n": config.actor_rollout_ref.rollout.n, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "log_probs": True}
+    samples = config.actor_rollout_ref.rollout.n
+    sampling = {"n": samples, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "log_probs": True}
     roles = worker_roles(config, data.total_steps)
     with contextlib.closing(reward), launch_workers(roles, config.trainer) as launched:
         workers, score = groups_of(launched.groups), reward.manager(launched.groups)
         for step, prompts in zip(range(1, data.total_steps + 1), data.loader.endless(), strict=False):
             prompts.meta_info.update(sampling)
-            uid = torch.arange(len(prompts)).repeat_interleave(sampling["n"])
+            uid = torch.arange(len(prompts)).repeat_interleave(samples)
 
             workers.weights.sync(step - 1)  # the trainer's shards -> the rollout engine, checked weight by weight
-            batch = prompts.select(batch_keys=["ordinal"], meta_info_keys=[]).repeat(sampling["n"])
+            batch = prompts.select(batch_keys=["ordinal"], meta_info_keys=[]).repeat(samples)
             batch.union(workers.rollout.generate_sequences(prompts.select(non_tensor_batch_keys=[])))
 
             rewards = score(batch)

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionUserMessageParam
 
 NUMBER = re.compile(r"\d+")
 
@@ -23,7 +24,7 @@ def shared() -> AsyncOpenAI:
 async def run(base_url: str, api_key: str, row: dict[str, Any]) -> float:
     """1.0 if the answer to the row's problem is right, else 0.0."""
     client = shared().with_options(base_url=base_url, api_key=api_key)
-    question = {"role": "user", "content": row["raw_prompt"]}
+    question: ChatCompletionUserMessageParam = {"role": "user", "content": row["raw_prompt"]}
     answer = await client.chat.completions.create(model="policy", messages=[question], temperature=1.0)
     numbers = NUMBER.findall(answer.choices[0].message.content or "")
     return float(bool(numbers) and numbers[-1].lstrip("0") == row["ground_truth"])

@@ -94,10 +94,10 @@ def loss(name: str, b: Batch, advantages: Tensor, log_probs: Tensor, mode: str =
     made, weights = POLICY_LOSSES.knobs_class(name), options.pop("weights", None)
     knobs = made(**options) if made else None
     selected = None
-    if "select" in POLICY_LOSSES.row(name).companions:
+    if (select := POLICY_LOSSES.companion(name, "select")) is not None:
         keys = torch.rand(b.mask.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         selection = SelectionInputs(old_log_probs=b.old_log_probs, advantages=advantages, response_mask=b.mask, keys=keys)
-        selected = POLICY_LOSSES.companion(name, "select")(selection, knobs)
+        selected = select(selection, knobs)
     current = log_probs.clone().requires_grad_()
     out = POLICY_LOSSES.get(name)(
         PolicyLossInputs(

@@ -353,7 +353,8 @@ def preference(b: Batch, name: str, lengths: Tensor | None, **knobs: Any) -> Num
     chosen, rejected = ((current * b.mask).sum(1) / divisor).chunk(2)
     ref_chosen, ref_rejected = ((b.rollout_log_probs * b.mask).sum(1) / divisor).chunk(2)
     inputs = PreferenceInputs(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-    loss = PREFERENCE_LOSSES.get(name)(inputs, PREFERENCE_LOSSES.knobs_class(name)(beta=BETA, **knobs)).mean()
+    knobs_class: Any = PREFERENCE_LOSSES.knobs_class(name)
+    loss = PREFERENCE_LOSSES.get(name)(inputs, knobs_class(beta=BETA, **knobs)).mean()
     return {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, current)[0]}
 
 

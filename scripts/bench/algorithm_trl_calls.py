@@ -19,7 +19,7 @@ from torch import Tensor
 
 with warnings.catch_warnings(), mock.patch("trl.import_utils.is_vllm_available", return_value=False):
     warnings.simplefilter("ignore")  # vLLM takes as long to import as all the rest, and nothing here generates
-    from trl.experimental.gmpo import GMPOTrainer
+    from trl.experimental.gmpo import GMPOTrainer  # type: ignore[attr-defined]
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.reward_trainer import RewardTrainer
@@ -80,7 +80,7 @@ def grpo_loss(
 
 
 def _loss_trainer(loss_type: str, cuts: int, settings: dict[str, Any]) -> SimpleNamespace:
-    read = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": cuts}
+    read: dict[str, Any] = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": cuts}
     read |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
     arguments = {name: settings.pop(name, value) for name, value in read.items()}
     attributes: dict[str, Any] = {
@@ -133,7 +133,8 @@ def scored(b: Batch, rewards: Tensor, group: int, trainer: Any = GRPOTrainer, **
     made: tuple[Any, ...] = ([[1]] * rows, ids, [""] * rows)
     if trainer is GRPOTrainer:
         made = ([[1]] * rows, ids, b.mask.tolist(), [""] * rows, b.rollout_log_probs.tolist(), {}, None, None)
-    logs = {"prompt": [], "completion": [], "rewards": defaultdict(list), "advantages": [], "extra": defaultdict(list)}
+    logs: dict[str, Any] = {"prompt": [], "completion": [], "advantages": []}
+    logs |= {"rewards": defaultdict(list), "extra": defaultdict(list)}
     self = SimpleNamespace(
         **attributes | settings,
         **dict.fromkeys(nothing),
@@ -191,7 +192,7 @@ def dpo_loss(b: Batch, loss_type: str, beta: float, label_smoothing: float = 0.0
     chosen, rejected = (b.rollout_log_probs * b.mask).sum(1).chunk(2)
     mask = torch.cat([torch.zeros_like(b.mask[:, :1]), b.mask], 1)  # a prompt of one token
     inputs = {"input_ids": torch.ones_like(mask), "attention_mask": torch.ones_like(mask), "completion_mask": mask}
-    self = SimpleNamespace(
+    self: Any = SimpleNamespace(
         loss_types=[loss_type],
         loss_weights=[1.0],
         beta=beta,
@@ -217,7 +218,7 @@ def reward_loss(scores: Tensor, margin: Tensor | None = None) -> Numbers:
     """`compute_loss`: the first half of the scores (2 pairs,) belongs to the preferred answers."""
     current = scores.clone().requires_grad_()
     inputs: dict[str, Any] = {"attention_mask": torch.ones(len(scores), 1)} | ({} if margin is None else {"margin": margin})
-    self = SimpleNamespace(
+    self: Any = SimpleNamespace(
         args=SimpleNamespace(center_rewards_coefficient=None),
         model=_model(),
         accelerator=_accelerator(),

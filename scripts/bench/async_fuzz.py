@@ -448,7 +448,7 @@ def child_run(plan: Plan) -> int:
 def show(results: list[Result]) -> int:
     table = Table(*dict.fromkeys(name for result in results for name in result.shown))
     for result in results:
-        table.add_row(*(result.shown.get(column.header, "") for column in table.columns))  # type: ignore[call-overload]
+        table.add_row(*(result.shown.get(str(column.header), "") for column in table.columns))
     console = Console(width=170)
     console.print(table)
     problems = [problem for result in results for problem in result.problems]

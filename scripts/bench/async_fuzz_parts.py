@@ -120,6 +120,7 @@ class Records:
     async def reward(self, group: Group) -> None:
         """The reward function."""
         for sample, trajectory in enumerate(group.trajectories):
+            assert isinstance(trajectory, Trajectory)
             self.scored.add([group.ordinal, sample, checksum(trajectory)])
             trajectory.set_reward(float(trajectory.response_ids[-1] % 2))
 
@@ -134,6 +135,7 @@ class Records:
         for group in groups:
             samples = []
             for trajectory in group.trajectories:
+                assert isinstance(trajectory, Trajectory)
                 pairs = zip(trajectory.versions, trajectory.response_mask, strict=True)
                 samples.append([checksum(trajectory), [version for version, used in pairs if used]])
             self.trained.add([group.ordinal, step, samples])

@@ -33,6 +33,7 @@ from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExe
 from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.service import RolloutService, ServiceOptions
+from rlhub.sharding_manager.route import SyncReport
 from rlhub.trainer.ppo.episode_scoring import GroupScoring, OutcomeStore, function_manager
 from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.scoring import build_scorer
@@ -188,7 +189,7 @@ class stream_of(ExitStack):  # noqa: N801  used as a function that gives a conte
             service.router,
             service.loop,
             str(service.folder),
-            write=lambda _, version: self.weights.write_unchanged(version),
+            write=self.write,
             fail=executor.fail,
             timers=timers,
         )
@@ -206,6 +207,10 @@ class stream_of(ExitStack):  # noqa: N801  used as a function that gives a conte
         self.score = build_scorer(config, reward, timers)
         self.enter_context(heap_set_aside())
         return stream
+
+    def write(self, folder: str, version: int) -> list[SyncReport]:
+        self.weights.write_unchanged(version)
+        return []
 
 
 if __name__ == "__main__":

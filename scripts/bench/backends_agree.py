@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="print the table as README.md has it")
     arguments = parser.parse_args()
     separator = " | " if arguments.markdown else "  "
-    rows = [("backend and layout", "ranks", "loss", "gradient", "weights after a step")]
+    rows: list[tuple[str, ...]] = [("backend and layout", "ranks", "loss", "gradient", "weights after a step")]
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         save_models(folder)

@@ -294,7 +294,7 @@ class Ranks:
         import ray
 
         for actor in self._actors:
-            ray.kill(actor)
+            ray.kill(actor)  # type: ignore[arg-type]
 
 
 def own_cpu_s() -> float:

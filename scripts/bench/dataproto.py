@@ -11,6 +11,7 @@ Batch: 1024 rows x 4k tokens, 9 tensor columns, 3 object columns, 188 MiB.  Figu
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -72,7 +73,7 @@ class Echo:
     def same(self, value: Any) -> Any:
         return value
 
-    def read(self, box: list[ray.ObjectRef]) -> tuple[float, float]:
+    def read(self, box: list[Any]) -> tuple[float, float]:
         """Milliseconds and MiB of RSS of one get.  The object comes in a list so that Ray does not fetch it first."""
         before, start = psutil.Process().memory_info().rss, time.perf_counter()
         value = ray.get(box[0])
@@ -92,10 +93,10 @@ def measure(rounds: int) -> dict[str, tuple[float, float]]:
     arrays = as_arrays(batch)
     # Page the object store in: whoever writes to a fresh page first would pay for it (700 ms for this batch).
     ray.put(np.ones(int(STORE_BYTES * 0.9), dtype=np.uint8))
-    workers = [Echo.remote() for _ in range(2)]
+    workers = [Echo.remote() for _ in range(2)]  # type: ignore[attr-defined]
     small = batch.slice(0, ROWS * 128 // 188)
     ray.get([worker.same.remote(make_batch().slice(0, 2)) for worker in workers])  # imports, in every process
-    kinds = {
+    kinds: dict[str, tuple[Any, list[Any], Callable[[list[Any]], Any]]] = {
         "rlhub": (batch, small.chunk(2), DataProto.concat),
         "numpy": (arrays, split_arrays(as_arrays(small), 2), join_arrays),
     }
@@ -124,7 +125,7 @@ def main() -> None:
         object_store_memory=2 * 2**30,
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
-        logging_level="error",
+        logging_level=logging.ERROR,
     )
     try:
         figures = measure(options.rounds)

@@ -197,9 +197,7 @@ def measure(arguments: list[str]) -> dict[str, float]:
         trainer.fit()
         found["growth"] = memory.end()
     lines = (Path(config.trainer.default_local_dir) / "metrics.jsonl").read_text().splitlines()
-    metrics = next(
-        row for row in map(json.loads, lines) if row.get("step") == min(MEASURED_STEP, config.trainer.total_training_steps)
-    )
+    metrics = next(row for row in map(json.loads, lines) if row.get("step") == min(MEASURED_STEP, data.total_steps))
     return {**found, **{name: value for name, value in metrics.items() if name.startswith("perf/driver_")}}
 
 

@@ -44,7 +44,7 @@ class Subject:
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.process.args} ended; its log is beside the model folder")
+            raise RuntimeError(f"{self.process.args!r} ended; its log is beside the model folder")
         return float(json.loads(line)["cpu_s"])
 
     def close(self) -> None:

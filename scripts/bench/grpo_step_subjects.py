@@ -96,7 +96,7 @@ def trl(folder: str, response_tokens: int) -> tuple[StepFunction, Processes]:
 
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),

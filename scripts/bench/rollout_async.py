@@ -16,6 +16,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -101,7 +102,7 @@ def compare(engine: RolloutEngine, arguments: argparse.Namespace, *, steady: boo
     best = [0.0, 0.0]
     for _ in range(arguments.repeats):
         for i, way in enumerate((in_batches, at_once)):
-            best[i] = max(best[i], rate(lambda way=way: way(engine, requests, params, arguments.requests)))
+            best[i] = max(best[i], rate(partial(way, engine, requests, params, arguments.requests)))
     return best[0], best[1]
 
 

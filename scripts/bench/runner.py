@@ -15,8 +15,9 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -99,7 +100,7 @@ def through(runner: AsyncTaskRunner, num_tasks: int, what: Any, *args: Any) -> f
     return num_tasks / seconds
 
 
-def plain(thread: LoopThread, num_tasks: int, what: Callable[[int], Awaitable[int]]) -> float:
+def plain(thread: LoopThread, num_tasks: int, what: Callable[[int], Coroutine[Any, Any, int]]) -> float:
     """Tasks a second of create_task and gather on the same kind of loop."""
 
     async def main() -> float:
@@ -128,7 +129,7 @@ def throughput(report: Report, rounds: int, num_tasks: int) -> None:
     ):  # which plain tasks, all alive at once, would pay for
         for name, what, limit in (("trivial tasks", trivial, 0.6), ("tasks that yield once", yielding, 0.0)):
             ratio, mine, theirs = median_ratio(
-                rounds, lambda w=what: through(runner, num_tasks, w, 1), lambda w=what: plain(thread, num_tasks, w)
+                rounds, partial(through, runner, num_tasks, what, 1), partial(plain, thread, num_tasks, what)
             )
             measured = f"{ratio:.2f} of plain uvloop ({mine:,.0f} / {theirs:,.0f} a second)"
             report.add(name, measured, f">= {limit}" if limit else "", ratio >= limit)
@@ -217,10 +218,10 @@ class Bare:
 def saturation(report: Report, actors: list[AsyncActor], number: int = 6000) -> None:
     """Episodes that return at once: what the way to the actors and back carries."""
     for count in range(1, len(actors) + 1):
-        runner = ActorTaskRunner(actors[:count], max_concurrent=400)
-        through(runner, 500, "run", 0.0)
-        rate = max(through(runner, number, "run", 0.0) for _ in range(3))
-        runner.close()
+        pool = ActorTaskRunner(actors[:count], max_concurrent=400)
+        through(pool, 500, "run", 0.0)
+        rate = max(through(pool, number, "run", 0.0) for _ in range(3))
+        pool.close()
         report.add(f"saturation, {count} Ray actor(s)", f"{rate:,.0f} episodes a second")
     bare = Bare.options(max_concurrency=1000).remote()  # type: ignore[attr-defined]
 

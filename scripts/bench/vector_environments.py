@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -45,7 +46,7 @@ class Filled:
 
     def __init__(self, *, size: int = SIZE, sleep_s: float = 0.0) -> None:
         cameras = ("left", "right") if size else ()
-        bounds = {"low": (-1.0,) * 7, "high": (1.0,) * 7, "action_dim": 7}
+        bounds: dict[str, Any] = {"low": (-1.0,) * 7, "high": (1.0,) * 7, "action_dim": 7}
         self.spec = VectorSpec(cameras=cameras, height=size, width=size, state_dim=8, chunk=CHUNK, max_steps=10**6, **bounds)
         self._sleep_s, self._steps = sleep_s, 0
 
@@ -77,7 +78,8 @@ class Waiting(Filled):
 
     def __init__(self) -> None:
         super().__init__(sleep_s=WAIT_S)
-        size, bounds = 32, {"low": (-1.0,) * 2, "high": (1.0,) * 2, "action_dim": 2}
+        size = 32
+        bounds: dict[str, Any] = {"low": (-1.0,) * 2, "high": (1.0,) * 2, "action_dim": 2}
         self.spec = VectorSpec(cameras=("top",), height=size, width=size, chunk=2, max_steps=ACTIONS, language=True, **bounds)
 
     def reset(self, seed: int, initial: int | None) -> str:
@@ -144,7 +146,7 @@ def stages_s(rounds: int) -> dict[int, float]:
         model = vla.model_config(Path(folder))
         settings, tokenizer, engine = vla_of(model), load_tokenizer(folder), vla.rollout_engine(model)
         assert settings is not None
-        options = {"name": f"{HERE}:Waiting", "num_envs": WAITING, "manager": {"processes": WAITERS}}
+        options: dict[str, Any] = {"name": f"{HERE}:Waiting", "num_envs": WAITING, "manager": {"processes": WAITERS}}
         runners = {stages: EpisodeRunner(engine, EnvConfig(**options, stages=stages), settings, tokenizer) for stages in (1, 2)}
         starts = [
             EpisodeStart(scene=number, sample=0, seed=number, initial=-1, policy_seed=number) for number in range(WAITING * WAVES)

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -262,7 +263,7 @@ def measure(rank: Rank, repeats: int) -> dict[str, Result]:
 
     for name in ("planned", "copy", "broadcast", "file"):
         dist.barrier(group=rank.group)
-        used = extra_memory(lambda name=name: first(name))
+        used = extra_memory(partial(first, name))
         results[name] = Result(extra_bytes=int(gathered(rank.group, used).max()))
         if name != "copy":
             check(rank)

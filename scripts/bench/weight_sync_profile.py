@@ -198,7 +198,7 @@ def profile(sync: Callable[[], None], route: Route, group: dist.ProcessGroup, re
     parts = _best(lambda: profiled(sync), group, repeats)
     found = {}
     for name, call in bare.calls(group).items():
-        found[name] = _best(lambda call=call, name=name: {name: _timed(call)}, group, repeats)[name]
+        found[name] = _best(lambda call=call, name=name: {name: _timed(call)}, group, repeats)[name]  # type: ignore[misc]
     mine = RankProfile(parts=parts, bare=found, bytes=bare.bytes())
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)

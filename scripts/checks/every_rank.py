@@ -220,7 +220,7 @@ def outcome_of(run: Path, steps: int) -> Outcome:
     import json
 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    last, tensors = run / f"global_step_{steps}", {}
+    last, tensors = run / f"global_step_{steps}", dict[str, Any]()
     for path in sorted(last.rglob("*.safetensors")):
         tensors |= {f"{path.relative_to(last)}:{name}": tensor for name, tensor in golden_runs.tensors_in(path).items()}
     return Outcome(metrics=rows, tensors=tensors)

@@ -134,7 +134,7 @@ def slow_grpo(inputs: Any, knobs: Any) -> Any:
 
 def forget_one() -> None:
     """Makes a ledger forget that the first prompt it saw trained has ended: a checkpoint has it as open, and it trains again."""
-    train, forgotten = PromptLedger.train, []
+    train, forgotten = PromptLedger.train, list[int]()
 
     def all_but_one(self: PromptLedger, *ordinals: int) -> None:
         train(self, *ordinals)
@@ -154,7 +154,7 @@ def lose_one() -> None:
         if self._open:
             self._open.popitem()
 
-    PromptLedger.load_state = load_state  # type: ignore[method-assign]
+    PromptLedger.load_state = load_state  # type: ignore[method-assign,assignment]
 
 
 def double_rewards() -> None:

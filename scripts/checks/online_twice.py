@@ -22,5 +22,5 @@ def always_new(self: ClientCalls, *request: Any) -> ClientCall:
     return ClientCall()
 
 
-ClientCalls.of = always_new  # type: ignore[method-assign]
+ClientCalls.of = always_new  # type: ignore[method-assign,assignment]
 OnlineSession.take_rewards = add_rewards  # type: ignore[method-assign]

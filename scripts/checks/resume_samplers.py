@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,7 @@ def run(inputs: Path, given: list[str], stops: list[int], backend: str) -> Resul
                 where,
             ]
             arguments = golden.settings("grpo", inputs, scratch / "run", more)
-            status = golden.forked(lambda arguments=arguments: start(arguments, ROOT, scratch), scratch / "log")
+            status = golden.forked(partial(start, arguments, ROOT, scratch), scratch / "log")
             if status:
                 sys.exit(f"status {status}:\n{(scratch / 'log').read_text(errors='replace')[-3000:]}")
         return Result(golden.Outcome.of_run(scratch / "run"), trained(scratch / "run" / RECORDINGS))

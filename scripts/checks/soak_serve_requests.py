@@ -203,8 +203,8 @@ class Fuzzer:
 
     def too_many(self, draw: random.Random) -> Sent:
         """n alone, or prompts times n."""
-        more = draw.choice([{"n": 10**6}, {"n": 129}, {"n": 128, "prompt": [[5]] * 100}, {"prompt": [[5]] * 5000}])
-        return Sent(kind="too many answers", right=frozenset({400}), body=self._body(draw) | more)
+        ways: list[dict[str, Any]] = [{"n": 10**6}, {"n": 129}, {"n": 128, "prompt": [[5]] * 100}, {"prompt": [[5]] * 5000}]
+        return Sent(kind="too many answers", right=frozenset({400}), body=self._body(draw) | draw.choice(ways))
 
     def too_long(self, draw: random.Random) -> Sent:
         prompt = draw.choice([[5] * 400, [5] * 50_000, "x" * 100_000])

@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -59,7 +60,7 @@ def resumed(name: str, backend: str, inputs: Path, more: Sequence[str]) -> Outco
     folder = Path(tempfile.mkdtemp(prefix="weight-sources-run-"))
     for faults, ends_well in (((KILL_TRAINER,), False), ((), True)):
         arguments = golden_runs.settings(name, inputs.resolve(), folder / "run", (*with_saves, *faults))
-        status = golden_runs.forked(lambda given=arguments: golden_runs.main_ppo(given, ROOT, folder), folder / "log")
+        status = golden_runs.forked(partial(golden_runs.main_ppo, arguments, ROOT, folder), folder / "log")
         if (status == 0) != ends_well:
             raise RuntimeError(f"{name} ended with status {status}:\n{(folder / 'log').read_text(errors='replace')[-3000:]}")
     outcome = Outcome.of_run(folder / "run")

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.gpu.rows import NotThere, Recorder, described

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import lzma
 import re
 import sys
 import tarfile
@@ -40,7 +41,7 @@ def main() -> int:
 
 def pack(wheels: Path, archive: Path, dropped: tuple[str, ...]) -> None:
     """Writes the files of all wheels but those below the dropped paths."""
-    with tarfile.open(archive, "w:xz", preset=PRESET) as out:
+    with lzma.open(archive, "wb", preset=PRESET) as packed, tarfile.open(fileobj=packed, mode="w") as out:
         for wheel in sorted(wheels.glob("*.whl")):
             for name, mode, data in files_of(wheel):
                 if not name.startswith(dropped):
