@@ -162,7 +162,7 @@ class RolloutService:
             one_by_one=options.bounds.by_queue,
         )
         self.control = ReplicaControl(
-            self.router, options.bounds, places=config.rollout.max_num_seqs, record=options.record, freed=self._places.free
+            self.router, options.bounds, places=config.rollout.most_sequences, record=options.record, freed=self._places.free
         )
         self._connection: Connection | None = None
         self._weights: WeightsFolder | None = None

@@ -102,7 +102,6 @@ SPELLINGS = (
     ValueAlias(key="trainer.test_freq", given=(False,), ours=-1),
     ValueAlias(key="trainer.total_training_steps", given=(-1,), ours=None),
     ValueAlias(key="trainer.ray_init", given=(None,), ours=AS_DEFAULT),
-    ValueAlias(key=f"{_R}max_num_batched_tokens", given=(None,), ours=AS_DEFAULT),
 )
 """Values that other command lines spell in another way."""
 

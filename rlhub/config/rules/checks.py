@@ -259,7 +259,7 @@ def _check_lengths(config: PPOConfig) -> list[str]:
     assert rollout.max_model_len is not None, "derive first"
     if rollout.max_model_len < longest:
         problems.append(f"{_ROLLOUT}.max_model_len={rollout.max_model_len} is less than {arithmetic} tokens")
-    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < rollout.max_model_len:
+    if not rollout.enable_chunked_prefill and (rollout.max_num_batched_tokens or rollout.max_model_len) < rollout.max_model_len:
         problems.append(
             f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
             f"max_model_len={rollout.max_model_len} and enable_chunked_prefill is off: a long prompt could never be read"

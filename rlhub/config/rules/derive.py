@@ -191,8 +191,11 @@ def _megatron_of(owner: ActorConfig | DPOConfig) -> MegatronConfig:
 
 
 def _episodes(config: PPOConfig) -> None:
-    """Derives how far generation runs ahead of training, the processes that run episodes, and the timeout of an episode."""
-    trainer, agent = config.trainer, config.actor_rollout_ref.rollout.agent
+    """Derives how far generation runs ahead of training, the processes that run episodes, the timeout of an episode, and the
+    requests of a replica where these decide the number of replicas."""
+    trainer, rollout, agent = config.trainer, config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.agent
+    if rollout.min_replicas is not None or rollout.max_replicas is not None:
+        rollout.max_num_seqs = rollout.most_sequences
     if trainer.pipeline_depth is None:
         trainer.pipeline_depth = trainer.max_staleness
     if agent.num_workers is None:
@@ -200,7 +203,6 @@ def _episodes(config: PPOConfig) -> None:
     if agent.max_concurrent is None:
         agent.max_concurrent = (trainer.max_staleness + 1) * config.data.train_batch_size
     if agent.min_samples is None:
-        n = config.actor_rollout_ref.rollout.n
-        agent.min_samples = max(-(-n // 2), min(n, 2))
+        agent.min_samples = max(-(-rollout.n // 2), min(rollout.n, 2))
     if agent.episode_timeout_s is None:
         agent.episode_timeout_s = trainer.deadline_s.generate

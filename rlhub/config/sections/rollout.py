@@ -134,10 +134,12 @@ class RolloutConfig:
     """GPU: free the memory of the KV cache during training."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of the engine's weights; auto: bfloat16 on CUDA, float32 on CPU."""
-    max_num_batched_tokens: PositiveInt = 8192
-    """vllm: largest number of tokens in an engine step; without chunked prefill at least max_model_len."""
-    max_num_seqs: PositiveInt = 256
-    """Largest number of sequences that an engine generates at once."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Largest number of tokens in an engine step; vllm without chunked prefill: at least max_model_len. null: vllm's own for the
+    GPU (16384 on an H100), else 8192."""
+    max_num_seqs: PositiveInt | None = None
+    """Largest number of sequences that an engine generates at once. null: vllm's own for the GPU (1024 on an H100), else 256;
+    with min_replicas or max_replicas 256, since these count the places of a replica."""
     max_model_len: PositiveInt | None = None
     """Longest sequence in tokens; null: max_prompt_length + max_response_length."""
     enable_chunked_prefill: bool = True
@@ -184,3 +186,13 @@ class RolloutConfig:
     """Cut forward passes for old log-probs by tokens; null: as the actor."""
     log_prob_max_token_len_per_gpu: PositiveInt | None = None
     """Largest number of tokens in a forward pass for old log-probs; null: the actor's."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens in a step of an engine that has no limit of its own."""
+        return self.max_num_batched_tokens or 8192
+
+    @property
+    def most_sequences(self) -> int:
+        """Sequences that an engine without a limit of its own generates at once."""
+        return self.max_num_seqs or 256

@@ -61,6 +61,15 @@ class RolloutSetup:
         """Returns the longest prompt plus completion, in tokens."""
         return self.config.max_model_len or self.max_prompt_length + self.max_response_length
 
+    def step_limits(self) -> dict[str, int | None]:
+        """Returns the limits of an engine's step; None lets the engine choose for the GPU."""
+        sequences, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        if self.device.type == "cpu":
+            sequences, tokens = self.config.most_sequences, self.config.most_tokens
+        if tokens is not None:
+            tokens = max(tokens, self.max_model_len, sequences or 0)
+        return {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
+
 
 EngineFactory = Callable[[RolloutSetup], "RolloutEngine"]
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,14 +31,10 @@ from scripts.gpu.engines import (
 )
 from scripts.gpu.measure import Context, apart, seconds_of
 from scripts.gpu.models import model_folder, prompt_ids, shape
-from scripts.gpu.rows import NotThere, Skip
+from scripts.gpu.rows import NotThere
 
 MODEL = "1.5B"
 AGAINST_VLLM = 0.95
-DEFAULTS = ("max_num_seqs", "max_num_batched_tokens")
-"""Arguments of vLLM that rlhub sets and that vLLM would choose for the device itself."""
-ENGINE_START_S = 75.0
-"""With less time left no further engine is built."""
 MOST_DIFFERENCE, LEAST_ESS = 0.03, 0.99
 """Nats between sampler and trainer, of which bfloat16 explains about 0.01, and the effective sample size of pi / mu."""
 LEAST_SURPRISE = 0.5
@@ -62,7 +57,7 @@ def prompts_of(context: Context, name: str, count: int, num_tokens: int) -> list
 
 
 def throughput(context: Context) -> None:
-    """Compares whole batches through the rollout engine with LLM.generate, at equal settings and at vLLM's own."""
+    """Compares whole batches through the rollout engine with LLM.generate, at equal settings."""
     note = "rlhub loads and checks unquantised weights only"
     context.rows.add("rollout with FP8 weights", status="not there", note=note)
     with context.rows.trying("rollout"):
@@ -71,17 +66,11 @@ def throughput(context: Context) -> None:
         count, prompt, response = sizes(context)
         rate = apart(our_rate, context, folder, limit_s=context.left_s)
         what = f"{MODEL}: {count} requests of {prompt} + {response} tokens"
-        same, plain = apart(bare_rates, context, folder, {}, limit_s=context.left_s)
+        same, plain = apart(bare_rates, context, folder, limit_s=context.left_s)
         settings = "LLM.generate, equal settings"
         context.rows.compare(f"{what}, against {settings}", rate, "tokens/s", baseline=same, at_least=AGAINST_VLLM)
         note = "baseline: without seeds and log-probs of each request"
         context.rows.measured(f"{what}, against {settings}, plain sampling", rate, "tokens/s", baseline=plain, note=note)
-        with context.rows.trying(f"{what}, against vLLM's own limits"):
-            if context.left_s < ENGINE_START_S or context.small:
-                raise Skip("no time for one more engine")
-            own, _ = apart(bare_rates, context, folder, dict.fromkeys(DEFAULTS), limit_s=context.left_s)
-            note = f"baseline: {' and '.join(DEFAULTS)} as vLLM chooses them"
-            context.rows.measured(f"{what}, against vLLM's own limits", rate, "tokens/s", baseline=own, note=note)
 
 
 def our_rate(context: Context, folder: Path) -> float:
@@ -100,11 +89,8 @@ def _setup(context: Context, folder: Path) -> RolloutSetup:
     return rollout_setup(folder, context.device, prompt=prompt, response=response)
 
 
-def bare_rates(context: Context, folder: Path, changes: dict[str, Any]) -> tuple[float, float]:
-    """Returns the tokens a second of LLM.generate, with our sampling parameters and with plain ones.
-
-    changes: arguments of LLM that differ from ours; None leaves one out.
-    """
+def bare_rates(context: Context, folder: Path) -> tuple[float, float]:
+    """Returns the tokens a second of LLM.generate, with our sampling parameters and with plain ones."""
     setup = _setup(context, folder)
     count, prompt, response = sizes(context)
     with guarded_process({}):
@@ -114,8 +100,8 @@ def bare_rates(context: Context, folder: Path, changes: dict[str, Any]) -> tuple
         from rlhub.engines.rollout.vllm.conversion import vllm_params
         from rlhub.engines.rollout.vllm.entrypoints import engine_arguments
 
-        arguments = engine_arguments(setup, resolve_dtype("auto", context.device)) | {"load_format": "auto"} | changes
-        llm = LLM(**{name: value for name, value in arguments.items() if value is not None})
+        arguments = engine_arguments(setup, resolve_dtype("auto", context.device)) | {"load_format": "auto"}
+        llm = LLM(**arguments)
     prompts = prompts_of(context, MODEL, count, prompt)
     same = [vllm_params(request, full_length(response)) for request in generation_requests(prompts)]
     plain = [SamplingParams(temperature=1.0, max_tokens=response, ignore_eos=True, detokenize=False)] * count

@@ -124,7 +124,7 @@ class HFEngine(SteppedEngine):
     def _generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
         """Generates in batches of requests of similar length, with equal prompts together."""
         assert self._model is not None
-        limits, max_rows, vla = self._limits(), self._setup.config.max_num_seqs, self._vla
+        limits, max_rows, vla = self._limits(), self._setup.config.most_sequences, self._vla
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), list(requests[i].prompt_ids)))
         completions: dict[int, Completion] = {}
         for first in range(0, len(order), max_rows):
@@ -159,12 +159,12 @@ class HFEngine(SteppedEngine):
     def _make_stepper(self) -> Stepper:
         assert self._model is not None, "single requests are refused before"
         if self._vla is not None:
-            return ActionBatch(self._model, self._vla, self._setup.config.max_num_seqs)
-        return ContinuousBatch(self._model, self._limits(), self._setup.config.max_num_seqs, self._reader)
+            return ActionBatch(self._model, self._vla, self._setup.config.most_sequences)
+        return ContinuousBatch(self._model, self._limits(), self._setup.config.most_sequences, self._reader)
 
     def _limits(self) -> DecodeLimits:
         config = self._setup.config
-        return DecodeLimits(max_model_len=self._setup.max_model_len, max_prefill_tokens=config.max_num_batched_tokens)
+        return DecodeLimits(max_model_len=self._setup.max_model_len, max_prefill_tokens=config.most_tokens)
 
     @torch.no_grad()
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:

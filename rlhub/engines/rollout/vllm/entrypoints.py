@@ -24,6 +24,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from vllm import LLM, AsyncEngineArgs, AsyncLLMEngine, CompletionOutput, RequestOutput, TokensPrompt
 from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams, WeightBucket
 from rlhub.engines.rollout.continuous_batching import TokenEvent
@@ -220,7 +221,7 @@ class AsyncClient:
             worker_extension_cls=EXTENSION,
         )
         self._llm = AsyncLLMEngine(
-            vllm_config=arguments.create_engine_config(),
+            vllm_config=arguments.create_engine_config(UsageContext.LLM_CLASS),
             executor_class=WorkersExecutor if parallel else CoreExecutor,
             log_stats=False,
             log_requests=False,
@@ -349,8 +350,7 @@ def _arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "enable_expert_parallel": config.enable_expert_parallel,
         "max_model_len": setup.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": max(config.max_num_batched_tokens, setup.max_model_len, config.max_num_seqs),
+        **setup.step_limits(),
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
         "gpu_memory_utilization": config.gpu_memory_utilization,
@@ -397,13 +397,13 @@ def _check_head_width(text: PreTrainedConfig) -> None:
 def _cpu_cache_bytes(setup: RolloutSetup, text: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Returns the size of the key-value cache on CPU, where vLLM has no memory budget to fill.
 
-    It holds `max_num_seqs` sequences of full length, within bounds, and at least two.  A cache that is smaller than the
+    It holds `most_sequences` sequences of full length, within bounds, and at least two.  A cache that is smaller than the
     sequences need is still correct: vLLM then preempts and recomputes.
     """
     if setup.config.kv_cache_gb is not None:
         return int(setup.config.kv_cache_gb * (1 << 30))
     per_sequence = _bytes_per_token(setup, text, dtype) * CPU_BLOCK_TOKENS * (-(-setup.max_model_len // CPU_BLOCK_TOKENS) + 1)
-    wanted = per_sequence * setup.config.max_num_seqs
+    wanted = per_sequence * setup.config.most_sequences
     ceiling = min(MAX_CACHE_BYTES, int(psutil.virtual_memory().available) // FREE_MEMORY_DIVISOR)
     return max(min(wanted, ceiling), 2 * per_sequence, MIN_CACHE_BYTES)
 

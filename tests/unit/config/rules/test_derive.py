@@ -50,6 +50,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "actor_rollout_ref.rollout.remote.admin_key_file",
         "actor_rollout_ref.rollout.trajectories_folder",
         "actor_rollout_ref.rollout.min_replicas", "actor_rollout_ref.rollout.max_replicas",
+        "actor_rollout_ref.rollout.max_num_seqs", "actor_rollout_ref.rollout.max_num_batched_tokens",
         *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in
           ("max_assistant_turns", "max_user_turns", "tool_config_path")),
         "actor_rollout_ref.rollout.kv_cache_gb", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
@@ -97,6 +98,14 @@ def test_parts_follow_the_actor_without_sharing_its_objects() -> None:
     assert parts.rollout.log_prob_use_dynamic_bsz is False and parts.ref.log_prob_use_dynamic_bsz is True
     assert critic.fsdp_config == parts.actor.fsdp_config and critic.fsdp_config is not parts.actor.fsdp_config
     assert critic.model == parts.model and critic.model is not parts.model
+
+
+def test_replicas_that_follow_the_queue_have_a_known_number_of_places() -> None:
+    R = "actor_rollout_ref__rollout__"
+    for key in ("min_replicas", "max_replicas"):
+        assert good(**{f"{R}{key}": 1}).actor_rollout_ref.rollout.max_num_seqs == 256
+        assert good(**{f"{R}{key}": 1, f"{R}max_num_seqs": 9}).actor_rollout_ref.rollout.max_num_seqs == 9
+    assert good().actor_rollout_ref.rollout.max_num_seqs is None
 
 
 def test_device_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,3 +86,28 @@ def test_an_engine_of_the_service_says_where_its_weights_are() -> None:
         with pytest.raises(EngineError, match="publish them through a folder"):
             action()
     engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "sequences", "tokens"),
+    [
+        ("cuda", {}, None, None),  # which vLLM fills from the GPU's memory
+        ("cuda", {"max_num_seqs": 64}, 64, None),
+        ("cuda", {"max_num_batched_tokens": 100}, None, 300),
+        ("cuda", {"max_num_seqs": 512, "max_num_batched_tokens": 100}, 512, 512),
+        ("cpu", {}, 256, 8192),
+        ("cpu", {"max_num_seqs": 64, "max_num_batched_tokens": 100}, 64, 300),
+    ],
+)
+def test_limits_that_nobody_set_are_the_engines_own_on_a_gpu(
+    device: str, given: dict[str, int], sequences: int | None, tokens: int | None
+) -> None:
+    setup = RolloutSetup(
+        config=RolloutConfig(**given),
+        model=ModelConfig(path="model"),
+        device=torch.device(device),
+        seed=0,
+        max_prompt_length=200,
+        max_response_length=100,
+    )
+    assert setup.step_limits() == {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
