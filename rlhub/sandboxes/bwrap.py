@@ -4,8 +4,9 @@ A command has namespaces of its own for files, processes, network, IPC, host nam
 (/usr and what belongs to it) and this Python with its packages, read-only, and can write only to its folder and /tmp; it has no
 capability and gains none.  What bounds it:
 
-    time        this process, by a kill of the namespace's first process, with which the kernel ends all others; if this one is
-                killed, the sandbox ends with it, or, in the moment of its start, by a timeout inside
+    time        this process, by a kill of bwrap, with which the namespace's first process and so all others end; if this one is
+                killed, the kernel has a timeout around bwrap kill it and what it is still starting (bwrap itself would leave a
+                child that waits for it for ever), and a second timeout inside ends what has just left bwrap's group
     memory      a cgroup where this process may write one (process.py), the sum of all processes; otherwise RLIMIT_AS of each, and
                 the private memory of all, looked at ten times a second, which does not count files in memory (memfd)
     processes   the cgroup, and RLIMIT_NPROC for a user id or user namespace that no other sandbox has
@@ -93,7 +94,7 @@ class BwrapSandbox(Sandbox):
             try:
                 seconds = given.seconds(self._limits)
                 bounded = [_program("timeout"), "--signal=KILL", f"{seconds + END_S}", *through, *command]
-                launcher = self._launcher(bounded, group, writer, given.env)
+                launcher = self._launcher(bounded, seconds, group, writer, given.env)
                 result = await RunningCommand(launcher, self._limits).run(stdin, seconds)
                 os.set_blocking(reader, False)
                 return self._judged(result, group, _status(reader))
@@ -117,7 +118,9 @@ class BwrapSandbox(Sandbox):
         name = f"rlhub-{os.getpid()}-{self._number}-{next(_numbers)}"
         return None if parents is None else Cgroup(parents, name, self._limits)
 
-    def _launcher(self, command: Sequence[str], group: Cgroup | None, status: int, env: Mapping[str, str]) -> Launcher:
+    def _launcher(
+        self, command: Sequence[str], seconds: float, group: Cgroup | None, status: int, env: Mapping[str, str]
+    ) -> Launcher:
         argv = [
             *bwrap_arguments(self._mode, self._provider, [str(self._files.work), str(self._files.tmp)]),
             *("--json-status-fd", str(status), "--"),
@@ -125,7 +128,9 @@ class BwrapSandbox(Sandbox):
             *("--", *command),
         ]
         entries = [] if group is None else group.entries
-        argv = [_program("setpriv"), "--pdeathsig", "KILL", "/bin/sh", "-c", ENTER, "sh", str(os.getpid()), *entries, "--", *argv]
+        around = [_program("timeout"), "--signal=KILL", f"{seconds + 2 * END_S}"]  # at the signal of its alarm it kills its group
+        enter = ["/bin/sh", "-c", ENTER, "sh", str(os.getpid()), *entries, "--"]
+        argv = [_program("setpriv"), "--pdeathsig", "ALRM", *enter, *around, *argv]
         sampled = group is None
         env = {**own_variables(self._provider.python), **self._provider.variables(), **env}
         return Launcher(argv=argv, env=env, pass_fds=[status], watch=lambda process: self._overused(process, memory=sampled))

@@ -90,11 +90,11 @@ class RunningCommand:
             raise SandboxError(f"{self._launcher.argv[0]} cannot be started: {error}") from error
 
     def _end(self, cause: Cause) -> None:
-        """Kills the launcher, for `cause` if there is no earlier one."""
+        """Kills the launcher and what it is starting, for `cause` if there is no earlier one."""
         self.cause = self.cause or cause
-        if self._process is not None:
+        if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGKILL)
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _reaped(self, process: asyncio.subprocess.Process) -> None:
         """Ends the command of a cancelled call."""
@@ -224,8 +224,8 @@ def _values(version: int, limits: SandboxLimits) -> list[Mapping[str, int]]:
     return [{"memory.max": memory, "memory.swap.max": 0, "memory.oom.group": 1, "pids.max": processes}]
 
 
-OWN_PROCESSES = 4
-"""bwrap's own processes in the group, and its command's timeout."""
+OWN_PROCESSES = 5
+"""bwrap's own processes in the group, its command's timeout and its own."""
 OPTIONAL = ("memory.memsw.limit_in_bytes", "memory.swap.max", "memory.oom.group")
 """Files that a kernel without swap accounting, or an older one, has not."""
 

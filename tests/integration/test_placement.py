@@ -181,7 +181,9 @@ def test_a_run_goes_on_under_another_placement(together: Job) -> None:
     started.fit()
     started.close()
     (expected,), got = together.metrics("together")[STEPS:], together.metrics("resumed")[-1]
-    assert got == pytest.approx(expected, rel=1e-6)
+    zero = ("mismatch/abs_diff", "mismatch/kl", "mismatch/ppl_diff")  # but for the last bits of batches of other sizes
+    assert got == pytest.approx(expected | {name: got[name] for name in zero}, rel=1e-6)
+    assert all(abs(metrics[name]) < 1e-4 for metrics in (got, expected) for name in zero)
     one, other = together.weights("together", "actor"), together.weights("resumed", "actor")
     assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-6) for name in one)
 

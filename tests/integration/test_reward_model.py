@@ -111,7 +111,7 @@ def scores_of(launched: Launched, role: str, rows: list[list[int]], *, left: boo
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_scores_are_those_of_single_rows(launched: Launched, folders: dict[str, Path], role: str, left: bool, count: int) -> None:
     expected = plain_scores(folders["reward"], ROWS[:count])
-    assert scores_of(launched, role, ROWS[:count], left=left) == pytest.approx(expected, abs=1e-5)
+    assert scores_of(launched, role, ROWS[:count], left=left) == pytest.approx(expected, abs=5e-5)  # some processors need 1.2e-5
     assert count == 1 or max(expected) - min(expected) > 0.1
 
 

@@ -358,6 +358,34 @@ asyncio.run(main())
     assert until(lambda: not any(mark in str(process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])))
 
 
+def test_what_bwrap_is_starting_ends_with_the_process_that_opened_it(mode: Mode) -> None:
+    """bwrap has made the namespace's first process, which waits for it, and stops there: nobody reads what it says of it."""
+    mark = f"rlhub-stuck-{os.getpid()}-{time.monotonic_ns()}"
+    program = f"""
+import asyncio, os
+from rlhub.sandboxes.bwrap import BwrapProvider, BwrapSandbox
+class Stuck(BwrapSandbox):
+    def _launcher(self, command, seconds, group, status, env):
+        os.set_blocking(status, False)
+        try:
+            while True: os.write(status, b"x")
+        except BlockingIOError:
+            os.set_blocking(status, True)
+        return super()._launcher(command, seconds, group, status, env)
+asyncio.run(Stuck(BwrapProvider(), {mode!r}).exec(["sh", "-c", "sleep 100; : {mark}"]))
+"""
+
+    def started() -> list[psutil.Process]:
+        """Returns bwrap and the process that it has made."""
+        found = psutil.process_iter(["name", "cmdline"])
+        return [process for process in found if process.info["name"] == "bwrap" and mark in str(process.info["cmdline"])]
+
+    with subprocess.Popen([sys.executable, "-c", program]) as driver:
+        assert until(lambda: len(started()) == 2, 30)
+        driver.kill()
+    assert until(lambda: not started())
+
+
 def test_a_command_that_does_not_exist_is_a_result(mode: Mode) -> None:
     found = run_in(mode, ["no-such-program"])
     assert found.code == 127 and b"no-such-program" in found.stderr
@@ -452,7 +480,7 @@ def test_bytes_pass_a_tunnel_in_both_directions(mode: Mode) -> None:
 def test_values_of_variables_are_not_in_a_command_line(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NAMED", "secret-value")
     sandbox = BwrapSandbox(BwrapProvider(env=["NAMED"]), mode)
-    launcher = sandbox._launcher(["true"], None, 3, {"GIVEN": "secret-value"})
+    launcher = sandbox._launcher(["true"], 1.0, None, 3, {"GIVEN": "secret-value"})
     assert launcher.env["NAMED"] == launcher.env["GIVEN"] == "secret-value"
     assert not any("secret-value" in word for word in launcher.argv)
     asyncio.run(sandbox.aclose())

@@ -46,7 +46,7 @@ def test_the_bounds_of_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     parents = find_parents(tmp_path, "0::/")
     assert parents is not None
     made = Cgroup(parents, "one", LIMITS)
-    assert written == {"memory.max": 1 << 30, "memory.swap.max": 0, "memory.oom.group": 1, "pids.max": 14}
+    assert written == {"memory.max": 1 << 30, "memory.swap.max": 0, "memory.oom.group": 1, "pids.max": 15}
     assert made.entries == [str(tmp_path / "one/cgroup.procs")]
     (tmp_path / "one/memory.events").write_text("low 0\noom 1\noom_kill 2\n")
     assert made.num_killed == 2
