@@ -66,7 +66,7 @@ class Fleet:
         self.updates: list[tuple[str, UpdateReport]] = []  # of the newest publication
         self._start_replica = start_replica
         self._settled = -1  # replicas behind this publication get no requests
-        self._paused = self._closed = False
+        self._paused = self._closed = self._sleeps = False
         self._late_error: BaseException | None = None
         self._given_up: RlhubError | None = None  # the failure, should no replica be left
         self._restarted: Counter[str] = Counter()
@@ -176,6 +176,8 @@ class Fleet:
 
     async def _join(self, name: str) -> None:
         """Starts a replica up to the state in which it serves or waits for the first weights."""
+        while self._sleeps and not self._closed:  # the device's memory is the actor's until the next publication
+            await self.changed()
         actor = await self._start_process(name)
         replica = Replica(name=name, actor=actor)
         self._joining.add(actor)
@@ -325,6 +327,7 @@ class Fleet:
             self.raise_failure()
             if self._late_error is not None:
                 raise self._late_error
+            self._sleeps = False
             number = self.newest.number + 1 if self.newest else 0
             self.newest = PublishedWeights(number=number, folder=folder, version=version)
             self.updates = []
@@ -370,7 +373,7 @@ class Fleet:
         async with replica.turn:
             while self.newest is not None and replica.publication < self.newest.number and not replica.pins:
                 await self._take(replica, self.newest)
-            if replica.state == "fresh" and (replica.publication >= 0 or self._own_weights):
+            if replica.state in ("fresh", "asleep") and (replica.publication >= 0 or self._own_weights):
                 replica.state = "serving"
         self._notify()
 
@@ -415,6 +418,29 @@ class Fleet:
         """Continues sampling in all replicas."""
         self._paused = False
         await self._on_all("resume")
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Has all replicas give their memory to the actor on their devices until the next publication, once their requests and
+        the views that pin them are done.  One that joins meanwhile starts after it.
+
+        keep_weights: in host memory, because that publication brings only what has changed.
+        """
+        self._sleeps = True
+        await asyncio.gather(*(self._put_to_sleep(replica, keep_weights) for replica in self.serving()))
+
+    async def _put_to_sleep(self, replica: Replica, keep_weights: bool) -> None:
+        while replica.pins and replica.state == "serving":
+            await self._changed.wait()
+        async with replica.turn:
+            if replica.state != "serving":
+                return
+            replica.state, replica.publication = "asleep", -1
+            if not await self._drained(replica):
+                return
+            try:
+                await replica.actor.call("sleep", keep_weights, deadline_s=self.limits.update_s)
+            except (WorkerError, DeadlineError) as error:
+                self.lost(replica, error)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Aborts these requests in all replicas."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from rlhub.single_controller.async_actor import AsyncActor
 
-ReplicaState = Literal["fresh", "serving", "leaving", "dead"]
-"""fresh: the engine has no weights yet.  leaving: it finishes its requests and gets no new ones."""
+ReplicaState = Literal["fresh", "serving", "asleep", "leaving", "dead"]
+"""fresh: the engine has no weights yet.  asleep: it has given its memory to the actor, and gets no requests before new weights.
+leaving: it finishes its requests and gets no new ones."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

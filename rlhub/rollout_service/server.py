@@ -200,6 +200,12 @@ class RolloutServer(Worker):
             if self._setup.load_checkpoint or self.engine.version >= 0:  # else it goes on with its first weights
                 await asyncio.to_thread(self.engine.resume, recompute=self.config.rollout.recompute_kv_cache)
 
+    async def sleep(self, keep_weights: bool) -> None:
+        """Frees the device's memory until the next weights, in an engine without requests.  keep_weights: see
+        RolloutEngine.sleep."""
+        async with self._turn:
+            await asyncio.to_thread(self.engine.sleep, keep_weights=keep_weights)
+
     async def abort(self, request_ids: list[str] | None = None) -> None:
         """Ends these requests (None: all) with the tokens that they have."""
         self.engine.abort(request_ids)

@@ -260,6 +260,11 @@ class RolloutService:
         """Replaces a replica by a new one."""
         self._run(self.router.restart(name))
 
+    def sleep(self) -> None:
+        """Frees the memory of all replicas, whose requests complete before, until weights are published: for the actor on the
+        same devices.  Requests wait meanwhile."""
+        self._run(self.router.fleet.sleep(keep_weights=self.full_every > 1))
+
     def pause(self) -> None:
         """Stops sampling in all replicas until `resume`."""
         self._run(self.router.pause())

@@ -41,7 +41,8 @@ def weights(run_folder: Path, step: int) -> dict[str, bytes]:
 
 
 def test_without_staleness_the_weights_are_those_of_the_synchronous_trainer(mains: Mains, task: Task, tmp_path: Path) -> None:
-    """Bit for bit, with a critic, two optimizer steps a batch and a KL to the reference; another seed differs."""
+    """Bit for bit, with a critic, two optimizer steps a batch and a KL to the reference; another seed differs.  The replicas
+    sleep while the actor trains beside them."""
     more = (
         "algorithm.adv_estimator=gae",
         "critic.optim.lr=1e-3",
@@ -56,6 +57,7 @@ def test_without_staleness_the_weights_are_those_of_the_synchronous_trainer(main
     assert found["other"] != found["sync"]
     shown = [[row[key] for key in ("reward/mean", "actor/loss")] for row in rows_of(tmp_path / "async")]
     assert shown == [[row[key] for key in ("reward/mean", "actor/loss")] for row in rows_of(tmp_path / "sync")]
+    assert all("timing_s/rollout_sleep" in row for row in rows_of(tmp_path / "async"))
 
 
 def test_a_recorded_run_is_replayed_without_engines(mains: Mains, task: Task, tmp_path: Path) -> None:
@@ -66,6 +68,7 @@ def test_a_recorded_run_is_replayed_without_engines(mains: Mains, task: Task, tm
     stale = (ASYNC, "trainer.max_staleness=2", "trainer.pacing=fixed", "trainer.record_batches=True", *validation)
     finished(mains.run(task.arguments(run, CORRECTED, *stale, "trainer.pipeline=ppo")))
     check_metrics(rows_of(run))
+    assert not any("timing_s/rollout_sleep" in row for row in rows_of(run))
     replay = f"trainer.replay_from={run / 'batches'}"
     finished(mains.run(task.arguments(again, CORRECTED, replay)))
     assert weights(again, 4) == weights(run, 4)

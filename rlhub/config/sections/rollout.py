@@ -131,7 +131,8 @@ class RolloutConfig:
     enforce_eager: bool = False
     """GPU: run without CUDA graphs, which is slower and starts sooner. On CPU it is always eager."""
     free_cache_engine: bool = True
-    """GPU: free the memory of the KV cache during training."""
+    """GPU: free the memory of the engine during training. With mode=async vllm does so where its replicas are on the actor's GPUs
+    and trainer.max_staleness is 0."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of the engine's weights; auto: bfloat16 on CUDA, float32 on CPU."""
     max_num_batched_tokens: PositiveInt | None = None

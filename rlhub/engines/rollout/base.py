@@ -276,11 +276,11 @@ class RolloutEngine(ABC):
         """Returns the dtype in which the engine stores the weight of this Hugging Face name."""
 
     @abstractmethod
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = False) -> None:
         """Frees the KV cache, and the weights, where the platform can.  Idempotent.
 
-        On every platform, the weights must be updated before the next generate.  Raises EngineError while requests of
-        `agenerate` wait or run.
+        On every platform, the weights must be updated before the next generate.  keep_weights: in host memory, for an update that
+        brings only what has changed.  Raises EngineError while requests of `agenerate` wait or run.
         """
 
     @abstractmethod

@@ -124,7 +124,7 @@ class FakeEngine(SteppedEngine):
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weights[name].dtype
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = False) -> None:
         with self._loop.exclusive("sleep"):
             self._ready = False
 

@@ -19,6 +19,7 @@ from rlhub.agents.remote.episode_actor import EpisodeActorSettings
 from rlhub.agents.remote.holders import Holders
 from rlhub.agents.remote.workflow import EpisodeActorOptions, EpisodeActors, episode_actor_starter
 from rlhub.agents.workflows.registry import workflow_kwargs
+from rlhub.config.rules.asynchronous import takes_turns
 from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.order import ResumableLoader
@@ -159,6 +160,7 @@ def build_stream(
         executor=executor,
         publisher=publisher,
         service=service,
+        replicas_sleep=takes_turns(config) and config.actor_rollout_ref.rollout.free_cache_engine,
         outcomes=scoring.outcomes,
         vocabulary=episodes.vocabulary,
         log=log,

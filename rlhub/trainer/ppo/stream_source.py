@@ -77,7 +77,7 @@ class StreamSource:
     service: the replicas; a loop of one's own adds and removes them by service.add() and service.remove(name).
     outcomes: what the reward function returned for each finished group.  holders: keep the tokens of finished groups; None: the
     executor has them.  ranks: those that train, to which the dealing deals the rows.  actor_pools: report metrics
-    of their own too.
+    of their own too.  replicas_sleep: the replicas' memory is the actor's from a step's last sample until the next weights.
     """
 
     config: PPOConfig
@@ -93,6 +93,7 @@ class StreamSource:
     dealing: Dealing | None = None
     actor_pools: Sequence[ActorPool] = ()
     service: RolloutService | None = None
+    replicas_sleep: bool = False
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     positions: LoaderPositions = field(init=False)
@@ -136,6 +137,9 @@ class StreamSource:
             self.executor.start(dropwhile(lambda item: item.ordinal < first, self.positions.items(prompts)))
         with self.timers.measure("wait_for_episodes"):
             groups, samples = self._taken(step)
+        if self.service is not None and self.replicas_sleep:
+            with self.timers.measure("rollout_sleep"):
+                self.service.sleep()
         self.log.take(step, [group.ordinal for group in groups])
         counters = self.executor.metrics_soon()
         may_train = of_rows(groups, [valid for group in groups for valid in group.valid])

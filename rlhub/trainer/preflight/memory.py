@@ -259,7 +259,8 @@ def _shares(config: PPOConfig) -> dict[str, list[Share]]:
     found: dict[str, list[Share]] = {}
     rollout, judge, trainer = config.actor_rollout_ref.rollout, config.reward_model.judge, config.trainer
     if not trainer.replay_from and not asynchronous.is_collected(config):
-        always = asynchronous.is_async(config) or not rollout.free_cache_engine
+        stays = asynchronous.is_async(config) and not asynchronous.takes_turns(config)
+        always = stays or not rollout.free_cache_engine
         size = 4 if rollout.dtype == "float32" or (rollout.dtype, trainer.device) == ("auto", "cpu") else 2
         share = _share_of(rollout.name, rollout, _ROLLOUT, config.actor_rollout_ref.model, size, always=always)
         found.setdefault(placement.pool_name(trainer, "rollout"), []).extend(share)

@@ -62,7 +62,7 @@ class Actor:
         self.running: list[str] = []
         self.aborted: set[int] = set()
         self.failure = ""
-        self.hangs = False
+        self.hangs = self.asleep = False
         self._rng, self._pace_s = rng, pace_s
         self._death = asyncio.Event()
         self._go = asyncio.Event()
@@ -131,10 +131,16 @@ class Actor:
             self._go.clear()
             await self._take_time()
             self._refuse_failed()
-            self.version = version
+            self.version, self.asleep = version, False
             if not self._told_to_pause:
                 self._go.set()
         return UpdateReport(version=version, paused_at=0.0, pause_s=1.0, read_s=2.0, bytes=1, fingerprint=f"{version:016x}")
+
+    async def sleep(self, keep_weights: bool) -> None:
+        async with self._turn:
+            assert not self._requests
+            self.asleep = True
+            await self._take_time()
 
     async def pause(self) -> None:
         async with self._turn:
@@ -174,6 +180,7 @@ class Actor:
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: str = "") -> Completion:
         key = next(self._keys)
+        assert not self.asleep
         self._requests[key] = request.request_id
         try:
             if not follow:

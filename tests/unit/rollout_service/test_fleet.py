@@ -193,6 +193,39 @@ def test_a_restart_that_fails_is_tried_again_or_requests_get_the_reason(restarts
     with_replicas(scenario, before=Fails(), limits=FleetLimits(restarts=restarts))
 
 
+def test_asleep_they_get_no_request_before_new_weights() -> None:
+    """What runs completes first, what comes meanwhile waits; one that dies starts again once the device is free."""
+
+    async def scenario(router: Router, actors: Actors) -> None:
+        running = asking(router)
+        await asyncio.sleep(1.0)
+        await router.fleet.sleep(keep_weights=False)
+        assert running.done() and all(actor.asleep for actor in actors.alive) and not router.fleet.serving()
+        waiting = asking(router)
+        actors.alive[0].kill()
+        await asyncio.sleep(100.0)
+        assert not waiting.done() and len(actors.alive) == 1 and router.fleet.starting == {"rollout-0"}
+        await router.update("folder", 1)
+        assert (await waiting).versions == [1] * 5
+        await asyncio.sleep(100.0)
+        assert [actor.asleep for actor in actors.alive] == [False, False] and len(router.fleet.serving()) == 2
+
+    with_replicas(scenario, 2)
+
+
+def test_one_that_a_view_pins_sleeps_after_its_release() -> None:
+    async def scenario(router: Router, actors: Actors) -> None:
+        view = await router.pin(0)
+        sleeping = asyncio.create_task(router.fleet.sleep(keep_weights=False))
+        await view.agenerate(GenerationRequest(prompt_ids=[1], seed=1), SamplingParams(max_new_tokens=5))
+        assert not sleeping.done() and not actors.alive[0].asleep
+        view.release()
+        await sleeping
+        assert actors.alive[0].asleep
+
+    with_replicas(scenario, 1)
+
+
 def test_of_two_restarts_at_once_the_second_is_refused() -> None:
     async def scenario(router: Router, actors: Actors) -> None:
         first = asyncio.create_task(router.restart("rollout-0"))

@@ -216,7 +216,7 @@ class HFEngine(SteppedEngine):
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weights[name].dtype
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = False) -> None:
         with self._loop.exclusive("sleep"):
             self._ready = False
 

@@ -350,7 +350,7 @@ class RemoteEngine(RolloutEngine):
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._staging.weights[name].dtype
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = False) -> None:
         if self.load:
             raise EngineError(f"{self.load} requests are under way: the engine cannot sleep")
         self._ready = False

@@ -251,8 +251,8 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
 
     # -- the rest ----------------------------------------------------------------------------------------------------------
 
-    def sleep(self) -> None:
-        """Frees no memory, because a sleeping replica could serve nobody; it only refuses requests until the next update."""
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Frees no memory; it only refuses requests until the next update."""
         self._refuse_busy("sleep")
         self._ready = False
 

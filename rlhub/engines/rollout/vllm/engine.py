@@ -145,7 +145,7 @@ class VLLMEngine(SteppedEngine):
         return self._running().live_weights()
 
     def standby_weights(self) -> Iterator[Piece] | None:
-        return self._running().standby.pieces()
+        return None if self._asleep else self._running().standby.pieces()
 
     def exchange(self) -> None:
         self._running().standby.exchange()
@@ -153,11 +153,13 @@ class VLLMEngine(SteppedEngine):
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weight_dtypes[name]
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = False) -> None:
         with self._loop.exclusive("sleep"):
             self._ready = False
             if self._running().can_sleep and not self._asleep:
-                self._running().llm.sleep(level=KEEP_WEIGHTS if self._setup.adapters else DISCARD_WEIGHTS)
+                self._running().standby.free()
+                kept = keep_weights or self._setup.adapters
+                self._running().llm.sleep(level=KEEP_WEIGHTS if kept else DISCARD_WEIGHTS)
                 self._asleep = list(SLEEPING_PARTS)
 
     def wake_up(self, *, weights_only: bool = False) -> None:

@@ -141,6 +141,10 @@ class StandbyWeights:
             self._memory = _second_memory(self._model)
         return _parameters(self._model, self._memory) if self._memory else None
 
+    def free(self) -> None:
+        """Frees the set, until its pieces are asked for again."""
+        self._memory = None
+
     @torch.no_grad()
     def exchange(self) -> None:
         """Makes the set the live one.  On CPU the two exchange their memory.  On a GPU the set is copied, because captured graphs
