@@ -84,17 +84,23 @@ MEMORY_SHARE: (rollout or judge section) -> the share of a GPU's memory that the
     only what it needs; without it the engine has no model on the run's GPUs.
 MODEL_PROBLEMS: (content of config.json, *, where: the key of the engine's name) -> sentences on what keeps the engine from
     running a model; it loads no torch.
+QUANTIZED: (rollout section, content of config.json, *, device) -> reasons why the engine cannot generate with
+    rollout.quantization; an engine without it holds weights as they are.
 """
 
 PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE = "parallel_service", "most_replicas", "memory_share"
-MODEL_PROBLEMS = "model_problems"
+MODEL_PROBLEMS, QUANTIZED = "model_problems", "quantized"
 _CHECKS = "rlhub.engines.rollout.registry"
 _PROCESSES = "rlhub.engines.rollout.vllm.async_engine:AsyncVLLMEngine"
 EXPERTS_ON_VLLM = ("qwen2_moe", "qwen3_moe")
 """Models with experts whose weights vLLM takes under the names that the trainer sends."""
+_QUANTIZATION = "rlhub.engines.rollout.quantization"
 _VLLM = {MEMORY_SHARE: f"{_CHECKS}:gpu_memory_utilization", MODEL_PROBLEMS: f"{_CHECKS}:vllm_problems"}
 ROLLOUT_ENGINES.add_lazy(
-    "vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"}, companions={PARALLEL_SERVICE: _PROCESSES, **_VLLM}
+    "vllm",
+    "rlhub.engines.rollout.vllm.engine:VLLMEngine",
+    requires={"vllm"},
+    companions={PARALLEL_SERVICE: _PROCESSES, QUANTIZED: f"{_QUANTIZATION}:vllm_reasons", **_VLLM},
 )
 ROLLOUT_ENGINES.add_lazy(
     "vllm_async", _PROCESSES, requires={"vllm"}, companions={"problems": f"{_CHECKS}:service_problems", **_VLLM}
@@ -102,7 +108,11 @@ ROLLOUT_ENGINES.add_lazy(
 ROLLOUT_ENGINES.add_lazy(
     "hf",
     "rlhub.engines.rollout.hf.engine:HFEngine",
-    companions={"problems": f"{_CHECKS}:one_device_problems", MEMORY_SHARE: f"{_CHECKS}:no_share"},
+    companions={
+        "problems": f"{_CHECKS}:one_device_problems",
+        MEMORY_SHARE: f"{_CHECKS}:no_share",
+        QUANTIZED: f"{_QUANTIZATION}:hf_reasons",
+    },
 )
 ROLLOUT_ENGINES.add_lazy(
     "remote",
@@ -154,16 +164,36 @@ def model_problems(name: str, model: ModelConfig, *, where: str) -> list[str]:
     Returns [] for a hub name, and for a folder that cannot be read, which other checks report.  where: the key of the engine's
     name.
     """
-    name, path = resolve_engine_name(name), Path(model.path or "").expanduser()
+    name, values = resolve_engine_name(name), _local_values(model)
     judge = ROLLOUT_ENGINES.companion(name, MODEL_PROBLEMS) if name in ROLLOUT_ENGINES else None
-    if judge is None or not model.path or not path.is_dir():
-        return []
-    try:
-        values = read_model_values(path, model.override_config)
-    except ConfigError:
-        return []
-    found: list[str] = judge(values, where=f"{where}={name}")
+    found: list[str] = judge(values, where=f"{where}={name}") if judge is not None and values else []
     return found
+
+
+def quantization_problems(config: RolloutConfig, model: ModelConfig, *, device: str) -> list[str]:
+    """Returns sentences on what keeps the configured engine from generating with `config.quantization`."""
+    name = resolve_engine_name(config.name)
+    if config.quantization is None or name not in ROLLOUT_ENGINES:
+        return []
+    judge = ROLLOUT_ENGINES.companion(name, QUANTIZED)
+    others = ", ".join(other for other in ROLLOUT_ENGINES.names() if ROLLOUT_ENGINES.companion(other, QUANTIZED))
+    reasons = [f"this engine holds its weights as they are; set {KEY}.name to one of {others}"]
+    if judge is not None:
+        reasons = judge(config, _local_values(model), device=device)
+    if config.lora_sync == "adapter" and model.lora_rank > 0:
+        reasons.append(f"an adapter alone would be added to a base that no update quantizes; set {KEY}.lora_sync=merged")
+    if model.vla:
+        reasons.append("a policy of actions (model.vla) is not stored quantized")
+    return [f"{KEY}.quantization={config.quantization} with {KEY}.name={name}: {reason}" for reason in reasons]
+
+
+def _local_values(model: ModelConfig) -> dict[str, Any]:
+    """Returns the content of the config.json of a model in a folder; {} for one that is elsewhere or cannot be read."""
+    path = Path(model.path or "").expanduser()
+    try:
+        return read_model_values(path, model.override_config) if model.path and path.is_dir() else {}
+    except ConfigError:
+        return {}
 
 
 def build_rollout_engine(setup: RolloutSetup) -> RolloutEngine:
