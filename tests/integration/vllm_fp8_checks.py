@@ -1,4 +1,4 @@
-"""Quantized projections in vLLM's layout, on every rank of a tensor-parallel engine: vLLM's own loader writes, the weight map reads.
+"""Quantized projections in vLLM's layout, on every tensor-parallel rank: vLLM's own loader writes, the weight map reads.
 
 The layers are vLLM's, built as for a checkpoint in eight bits, without a device and without a process group, since each rank is
 told its place; nothing is multiplied.  test_rollout_vllm.py runs these tests in a process of their own, because importing vLLM
