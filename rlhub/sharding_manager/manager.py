@@ -25,8 +25,7 @@ from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.training.base import TrainEngine
 from rlhub.errors import WeightMismatchError
 from rlhub.protocol.weights.fingerprint import combine, fingerprint
-from rlhub.protocol.weights.fp8 import FP8, is_quantized, quantize, scales_name
-from rlhub.protocol.weights.pieces import Piece, take
+from rlhub.protocol.weights.pieces import FP8, Piece, is_quantized, quantize, scales_name, take
 from rlhub.sharding_manager.layout_exchange import Member, exchange_members, this_node
 from rlhub.sharding_manager.local_pieces import LocalPieces
 from rlhub.sharding_manager.peers import Peers

@@ -22,8 +22,18 @@ from torch import Tensor
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.errors import DeadlineError, EngineError, ReshardError
 from rlhub.protocol.weights.fingerprint import WORD_TYPES, combine, digests
-from rlhub.protocol.weights.fp8 import FP8, is_quantized
-from rlhub.protocol.weights.pieces import Piece, PieceInfo, Region, intersection, num_elements, relative, take, whole_piece
+from rlhub.protocol.weights.pieces import (
+    FP8,
+    Piece,
+    PieceInfo,
+    Region,
+    intersection,
+    is_quantized,
+    num_elements,
+    relative,
+    take,
+    whole_piece,
+)
 from rlhub.sharding_manager.delta import DeltaError
 from rlhub.sharding_manager.local_pieces import LocalPieces
 from rlhub.sharding_manager.manager import update_by_stream

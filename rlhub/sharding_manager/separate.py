@@ -34,8 +34,7 @@ from torch import Tensor
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.training.base import TrainEngine
 from rlhub.errors import EngineError
-from rlhub.protocol.weights.fp8 import is_quantized
-from rlhub.protocol.weights.pieces import PieceInfo, num_elements, whole
+from rlhub.protocol.weights.pieces import PieceInfo, is_quantized, num_elements, whole
 from rlhub.sharding_manager.layout_exchange import DTYPES, Member, Side, exchange_members, this_node
 from rlhub.sharding_manager.local_pieces import LocalPieces
 from rlhub.sharding_manager.manager import StreamedDescription, update_by_stream

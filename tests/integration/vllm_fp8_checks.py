@@ -19,8 +19,7 @@ from rlhub.engines.rollout.vllm.entrypoints import FP8_OVERRIDES
 from rlhub.engines.rollout.vllm.internals import PLAIN_FP8_KERNELS, check_fp8_kernels
 from rlhub.engines.rollout.vllm.worker import live_weights, load_stream, weight_dtypes
 from rlhub.errors import EngineError
-from rlhub.protocol.weights.fp8 import BLOCK, FP8, RELATIVE_ERROR, STEP_BELOW, dequantize, quantize, scales_name
-from rlhub.protocol.weights.pieces import Piece, take
+from rlhub.protocol.weights.pieces import BLOCK, FP8, RELATIVE_ERROR, STEP_BELOW, Piece, dequantize, quantize, scales_name, take
 
 # isort: split
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config

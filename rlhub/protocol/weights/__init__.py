@@ -1,6 +1,5 @@
 """The language of engines, checkpoints and resharding for weights.
 
-pieces       pieces of named tensors, the regions that they cover, and the arithmetic of regions
-fp8          weights in eight bits with a scale for each block
+pieces       pieces of named tensors, the regions that they cover and their arithmetic, and weights in eight bits
 fingerprint  a number that tells whether two weights are equal, and the check that weights are finite
 """

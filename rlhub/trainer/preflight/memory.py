@@ -22,8 +22,7 @@ from rlhub.config.sections.reward import JudgeConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Recompute
-from rlhub.engines.rollout.quantization import BLOCK
-from rlhub.engines.rollout.registry import memory_share
+from rlhub.engines.rollout.registry import BLOCK, memory_share
 from rlhub.errors import ConfigError
 from rlhub.models.shape import count_params, read_model_shape
 from rlhub.trainer.ppo.requirements import requirements

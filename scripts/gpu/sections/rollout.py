@@ -18,7 +18,7 @@ from rlhub.engines.rollout.vllm.environment import guarded_process
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.collectives import check_finite
 from rlhub.errors import NonFiniteError, WeightMismatchError
-from rlhub.protocol.weights.fp8 import FP8, RELATIVE_ERROR, STEP_BELOW, dequantize, scales_name
+from rlhub.protocol.weights.pieces import FP8, RELATIVE_ERROR, STEP_BELOW, dequantize, scales_name
 from rlhub.sharding_manager.manager import ShardingManager
 from scripts.gpu.baselines import bare_generate
 from scripts.gpu.engines import (

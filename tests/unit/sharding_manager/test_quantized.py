@@ -15,7 +15,7 @@ from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import RolloutEngine, SamplingParams, WeightBucket
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import EngineError, WeightMismatchError
-from rlhub.protocol.weights.fp8 import FP8, dequantize, quantize
+from rlhub.protocol.weights.pieces import FP8, dequantize, quantize
 from rlhub.sharding_manager import manager as manager_module
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.sharding_manager.manager import ShardingManager

@@ -56,17 +56,15 @@ from rlhub.engines.rollout.hf.decode import (
     token_uniforms,
     top_log_probs,
 )
-from rlhub.engines.rollout.hf.fp8 import quantize_projections
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError
 from rlhub.models.experts import unfused_tensors
-from rlhub.models.hf import policy_loader
+from rlhub.models.hf import policy_loader, quantize_projections
 from rlhub.models.lora import add_lora, saved_names
 from rlhub.models.required_weights import load_checked
 from rlhub.models.vision import ImageReader, image_reader
 from rlhub.models.vla.policy import complete
-from rlhub.protocol.weights.fp8 import FP8
-from rlhub.protocol.weights.pieces import Piece, whole_piece
+from rlhub.protocol.weights.pieces import FP8, Piece, whole_piece
 
 SPARE_DIVISOR = 8  # a cache that is copied for more rows gets 1/8 more places, for rows that will join soon
 PADDING_INTERVAL = 64  # steps between two searches for columns that are padding in every row

@@ -36,8 +36,7 @@ from rlhub.engines.rollout.vllm.internals import MultiprocExecutor, UniProcExecu
 from rlhub.engines.rollout.vllm.worker import StandbyWeights, add_adapter, live_weights, load_stream
 from rlhub.errors import EngineError
 from rlhub.models.shape import NUM_EXPERTS
-from rlhub.protocol.weights.fp8 import BLOCK
-from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.pieces import BLOCK, Piece
 
 EXTENSION = "rlhub.engines.rollout.vllm.worker.WorkerExtension"
 SHUTDOWN_S = 30.0  # long, because a process that must be killed leaves its shared memory behind

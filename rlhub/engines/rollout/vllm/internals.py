@@ -162,7 +162,10 @@ def check_fp8_kernels(model: nn.Module) -> None:
     """Raises EngineError where a quantized layer has a kernel whose layout of the weights is not known here."""
     for path, module in model.named_modules():
         method = vars(module).get("quant_method")
-        if isinstance(method, Fp8LinearMethod) and (name := type(method.fp8_linear).__name__) not in PLAIN_FP8_KERNELS:
+        if not isinstance(method, Fp8LinearMethod):
+            continue
+        name = str(type(method.fp8_linear)).rpartition(".")[2].rstrip("'>")
+        if name not in PLAIN_FP8_KERNELS:
             raise EngineError(
                 f"vLLM computes {path} with {name}, in whose layout of quantized weights new ones are not known to be right; "
                 f"known are {', '.join(PLAIN_FP8_KERNELS)}, which need a GPU with compute capability 8.9 or more: set "

@@ -40,8 +40,7 @@ from rlhub.engines.rollout.vllm.internals import AdapterPart, adapted_modules, a
 from rlhub.errors import EngineError, RlhubError
 from rlhub.models.lora import is_adapted, saved_name
 from rlhub.models.required_weights import refuse_nonfinite
-from rlhub.protocol.weights.fp8 import BLOCK, FP8, num_blocks, scales_name
-from rlhub.protocol.weights.pieces import Piece, take, whole_piece
+from rlhub.protocol.weights.pieces import BLOCK, FP8, Piece, num_blocks, scales_name, take, whole_piece
 
 logger = logging.getLogger(__name__)
 FREE_SHARE = 0.05

@@ -12,10 +12,10 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.serve import ServeConfig
 from rlhub.config.sections.training import ModelConfig
-from rlhub.engines.rollout import quantization
+from rlhub.engines.rollout import registry
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine, quantization_problems
 from rlhub.errors import EngineError
-from rlhub.protocol.weights import fp8
+from rlhub.protocol.weights import pieces
 from rlhub.trainer.ppo.metrics import mismatch_bound
 from rlhub.trainer.preflight.rollout import check_rollout_engine, check_weights_reach
 from rlhub.trainer.preflight.serve import check as check_server
@@ -25,7 +25,7 @@ NONE = frozenset[str]()
 
 
 def test_both_sides_have_the_same_blocks() -> None:
-    assert quantization.BLOCK == fp8.BLOCK
+    assert registry.BLOCK == pieces.BLOCK
 
 
 @pytest.mark.parametrize(

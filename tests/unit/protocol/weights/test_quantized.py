@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhub.protocol.weights.fp8 import (
+from rlhub.protocol.weights.pieces import (
     BLOCK,
     FP8,
     LARGEST,
@@ -20,8 +20,8 @@ from rlhub.protocol.weights.fp8 import (
     num_blocks,
     quantize,
     scales_name,
+    whole_piece,
 )
-from rlhub.protocol.weights.pieces import whole_piece
 
 SHAPES = [(1, 1), (128, 128), (129, 127), (300, 200), (64, 384)]
 ROUNDING = 2.0**-22  # of the division and the product in float32
