@@ -202,8 +202,10 @@ class _CheckedStream:
         """Reads the live weights back.  Raises WeightMismatchError on every rank for the first weight that differs on any."""
         sent = self.fingerprints
         live = {piece.name: fingerprint(piece.tensor) for piece in self._rollout.live_weights() if piece.name in sent}
-        names = list(sent)
-        raise_first(names, [name for name in names if live.get(name) != sent[name]], agree)
+        wrong = {name for name, value in sent.items() if live.get(name) != value}
+        # Every process counts the trainer's weights, and names the scales where these alone differ.
+        names = [scales_name(name) if name not in wrong and scales_name(name) in wrong else name for name in self.names]
+        raise_first(names, [name for name in names if name in wrong], agree)
         self._description.confirm(agree)
 
 

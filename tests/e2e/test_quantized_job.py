@@ -35,6 +35,7 @@ HFEngine.update_weights = update_and_swap
 
 WAYS: dict[str, tuple[str, ...]] = {
     "two fsdp2 ranks": (*RAY, "trainer.n_gpus_per_node=2"),
+    "pools of their own": (*RAY, "trainer.pools.generation.n_gpus_per_node=1", "trainer.placement.rollout=generation"),
     "memory": (f"{R}.mode=async", f"{R}.weights=memory", "trainer.max_staleness=1"),
     "folder": (f"{R}.mode=async", f"{R}.weights=folder", "trainer.max_staleness=1"),
     "collective": (*RAY, f"{R}.mode=async", f"{R}.weights=collective", "trainer.max_staleness=1"),

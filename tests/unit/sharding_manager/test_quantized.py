@@ -225,3 +225,14 @@ def test_contract(folder: Path, model: PreTrainedModel) -> None:
     contract.check_live_weights(engine, weights)
     contract.check_overwriting(engine, weights)
     contract.check_agenerate(engine)
+
+
+def test_processes_agree_by_the_trainers_weights(folder: Path, model: PreTrainedModel) -> None:
+    """A trainer in another pool knows nothing of scales, and its number must mean the same weight here."""
+    train, names = PlainTrainEngine(model), [name for name, _ in model.named_parameters()]
+    train.reduce = lambda values, op="sum", **_: torch.tensor(3)  # type: ignore[method-assign]
+    with pytest.raises(WeightMismatchError, match="another rank") as caught:
+        ShardingManager(train, build(folder), bucket_bytes=BUCKET).sync(0)
+    assert caught.value.weight == names[3]
+    train.reduce = lambda values, op="sum", **_: torch.tensor(len(names))  # type: ignore[method-assign]
+    assert ShardingManager(train, build(folder), bucket_bytes=BUCKET).sync(0).num_weights == len(names)
