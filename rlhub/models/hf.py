@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -31,6 +31,7 @@ from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vision import reads_images
 from rlhub.models.vla.flow import check_flow
 from rlhub.models.vla.policy import complete
+from rlhub.protocol.weights.pieces import FP8, dequantize, num_blocks, quantize
 
 __all__ = [
     "SCALAR_HEAD",
@@ -40,6 +41,7 @@ __all__ = [
     "check_weights",
     "load_config",
     "policy_loader",
+    "quantize_projections",
     "save_sidecars",
     "transformer_layers",
 ]
@@ -211,3 +213,34 @@ def _as_classifier(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase)
             "the tokenizer pads with its end token: transformers' own classifier reads a score at the last token that is no "
             "padding, so before an end token, where rlhub reads it at the end token"
         )
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer x -> x W^T + b with W (out, in) in eight bits; see protocol.weights.pieces.
+
+    It dequantizes the matrix for each product, so it needs no kernel and runs on every device.  Its parameters have the names
+    of the weight and its scales in a checkpoint.
+    """
+
+    def __init__(self, linear: nn.Linear, *, quantized: bool) -> None:
+        """Takes the place of a layer.  quantized: False leaves the weight undefined until the first update."""
+        super().__init__()
+        rows, columns = linear.weight.shape
+        if quantized:
+            weight, scales = quantize(linear.weight.detach())
+        else:
+            weight = torch.empty(rows, columns, dtype=FP8, device=linear.weight.device)
+            scales = torch.empty(num_blocks(rows), num_blocks(columns), device=linear.weight.device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, dequantize(self.weight, self.weight_scale_inv, x.dtype), self.bias)
+
+
+def quantize_projections(model: nn.Module, *, quantized: bool) -> None:
+    """Puts an Fp8Linear in the place of every projection.  quantized: as in Fp8Linear."""
+    found = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear) and path.endswith("_proj")]
+    for path, layer in found:
+        model.set_submodule(path, Fp8Linear(layer, quantized=quantized))

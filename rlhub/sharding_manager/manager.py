@@ -5,6 +5,10 @@ stream know nothing of regions, so this update proves the geometry that later up
 on a plan, made once, moves every part straight from its source into the live weights.  Each update is compared weight by
 weight: every step of a policy gradient is wrong when the two engines differ, and nothing else would report it.
 
+An engine that stores weights quantized gets every update as a stream: parts that move by a plan may cut the blocks that share a
+scale, and in the stream each receiving process has whole weights.  It quantizes them a bucket at a time, on the engine's device,
+and what it reads back is compared with that.  Between ranks that all generate with whole copies this moves no more bytes.
+
 A planned update passes three classes: ShardingManager wakes the engines and blocks generation, Route moves this rank's parts
 and compares them, Transport carries the parts that go to other ranks.
 """
@@ -21,7 +25,7 @@ from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.training.base import TrainEngine
 from rlhub.errors import WeightMismatchError
 from rlhub.protocol.weights.fingerprint import combine, fingerprint
-from rlhub.protocol.weights.pieces import Piece, take
+from rlhub.protocol.weights.pieces import FP8, Piece, is_quantized, quantize, scales_name, take
 from rlhub.sharding_manager.layout_exchange import Member, exchange_members, this_node
 from rlhub.sharding_manager.local_pieces import LocalPieces
 from rlhub.sharding_manager.peers import Peers
@@ -84,9 +88,10 @@ class ShardingManager:
         return int(self._train.reduce(values, "min", every_rank=True))
 
     def _make_route(self) -> Route | None:
-        """Plans the transfer with all ranks; returns None if the weights exist only as a stream."""
+        """Plans the transfer with all ranks; returns None if the weights exist only as a stream, or go
+        quantized."""
         pieces = self._train.local_weights()
-        if pieces is None:
+        if pieces is None or is_quantized(self._rollout.live_weights()):
             return None
         peers = Peers.of_job(self._train.device, self._timeout_s)
         member = Member(
@@ -148,6 +153,7 @@ class _CheckedStream:
         self._description = StreamedDescription(own if check else ())
         self.fingerprints: dict[str, int] = {}
         self.bytes = 0
+        self._passed: set[str] = set()
 
     @property
     def names(self) -> list[str]:
@@ -155,24 +161,33 @@ class _CheckedStream:
         return self._description.names
 
     def passing(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
-        """Yields the buckets in the engine's dtype and on its device, and takes their fingerprints."""
+        """Yields the buckets in the engine's dtype and on its device, quantized where it stores them so, and takes their
+        fingerprints."""
         for bucket in buckets:
-            yield [(name, self._pass(name, tensor.detach())) for name, tensor in bucket]
-        passed = set(self.names)
+            yield [entry for name, tensor in bucket for entry in self._pass(name, tensor.detach())]
+        passed = self._passed
         missing = [name for name in self._targets if name not in passed]
         if missing:
             raise WeightMismatchError(
-                f"the trainer sent {len(passed)} weights, but not {missing[0]}, which the rollout engine has "
+                f"the trainer sent {len(self.names)} weights, but not {missing[0]}, which the rollout engine has "
                 f"({len(missing)} missing in all): do both run the same model?",
                 weight=missing[0],
             )
 
-    def _pass(self, name: str, tensor: Tensor) -> Tensor:
+    def _pass(self, name: str, tensor: Tensor) -> WeightBucket:
         if self._targets and name not in self._targets:
             raise WeightMismatchError(
                 f"the trainer sent {name}, which the rollout engine does not have: do both run the same model?", weight=name
             )
         self._description.note(name, tensor)
+        if self._targets and self._targets[name].tensor.dtype == FP8:
+            weight, scales = quantize(tensor.to(self._targets[name].tensor.device))
+            return [self._stored(name, weight), self._stored(scales_name(name), scales)]
+        return [self._stored(name, tensor)]
+
+    def _stored(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        """Returns a weight as the engine stores it."""
+        self._passed.add(name)
         part = tensor
         if self._targets:  # before its first update an engine may have no weights, and then accepts any
             target = self._targets[name]
@@ -181,14 +196,16 @@ class _CheckedStream:
         self.bytes += tensor.nbytes
         if self._check:
             self.fingerprints[name] = fingerprint(part)
-        return tensor
+        return name, tensor
 
     def compare(self, agree: Agree) -> None:
         """Reads the live weights back.  Raises WeightMismatchError on every rank for the first weight that differs on any."""
         sent = self.fingerprints
         live = {piece.name: fingerprint(piece.tensor) for piece in self._rollout.live_weights() if piece.name in sent}
-        names = list(sent)
-        raise_first(names, [name for name in names if live.get(name) != sent[name]], agree)
+        wrong = {name for name, value in sent.items() if live.get(name) != value}
+        # Every process counts the trainer's weights, and names the scales where these alone differ.
+        names = [scales_name(name) if name not in wrong and scales_name(name) in wrong else name for name in self.names]
+        raise_first(names, [name for name in names if name in wrong], agree)
         self._description.confirm(agree)
 
 

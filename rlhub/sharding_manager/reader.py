@@ -3,6 +3,7 @@
 An engine that serves requests stops for the second half only.  `prepare` waits for the version, reads and checks it while the
 engine generates; where the engine has standby weights, it writes them there and compares what then is in them.  `place` exchanges
 these with the live ones (on a GPU with captured graphs, copies them there), or, in an engine without, copies and compares.
+An engine that stores weights quantized gets every version as its first one, whole weights through its loader, in `place`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,18 @@ from torch import Tensor
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.errors import DeadlineError, EngineError, ReshardError
 from rlhub.protocol.weights.fingerprint import WORD_TYPES, combine, digests
-from rlhub.protocol.weights.pieces import Piece, PieceInfo, Region, intersection, num_elements, relative, take, whole_piece
+from rlhub.protocol.weights.pieces import (
+    FP8,
+    Piece,
+    PieceInfo,
+    Region,
+    intersection,
+    is_quantized,
+    num_elements,
+    relative,
+    take,
+    whole_piece,
+)
 from rlhub.sharding_manager.delta import DeltaError
 from rlhub.sharding_manager.local_pieces import LocalPieces
 from rlhub.sharding_manager.manager import update_by_stream
@@ -156,6 +168,7 @@ class WeightReader:
         start = time.perf_counter()
         self._rollout.wake_up(weights_only=True)
         parts = mapped.parts
+        sent: list[tuple[str, int]] = []
         if mapped.standby is not None:
             num_bytes = self._exchange(mapped, mapped.standby)
         elif parts is not None:
@@ -163,15 +176,19 @@ class WeightReader:
         else:
             with self._reading(mapped.version):
                 num_bytes = self._load(mapped.found)
-                parts = list(self._parts(mapped.found))
-        assert parts is not None, "an exchanged version has parts"
+                if self._proven:
+                    parts = list(self._parts(mapped.found))
+                else:  # the live weights are quantized, and what was sent are the blocks
+                    blocks = [block for found in mapped.found.blocks.values() for block in found]
+                    sent = [(f"{block.info.name}{block.info.region}", block.checksum) for block in blocks]
+        sent += [(f"{part.piece.name}{part.region}", part.sent) for part in parts or ()]
         self._rollout.wake_up()
         return SyncReport(
             seconds=time.perf_counter() - start,
             bytes=num_bytes,
             num_weights=len(mapped.found.blocks),
             version=mapped.version,
-            fingerprint=combine((f"{part.piece.name}{part.region}", part.sent) for part in parts) if self._check else "",
+            fingerprint=combine(sent) if self._check else "",
             fallbacks=self._fallbacks,
         )
 
@@ -200,9 +217,10 @@ class WeightReader:
         """Loads full tensors through the engine's loader; returns the number of bytes."""
         num_bytes = update_by_stream(self._rollout, self._buckets(found), found.version, check=self._check, agree=alone).bytes
         check_range(self._rollout.live_weights())
-        self._proven = True
+        self._proven = not is_quantized(self._rollout.live_weights())
         try:
-            note_dtypes(self._folder, {piece.name: piece.tensor.dtype for piece in self._rollout.live_weights()})
+            dtypes = {piece.name: piece.tensor.dtype for piece in self._rollout.live_weights()}
+            note_dtypes(self._folder, {name: dtype for name, dtype in dtypes.items() if dtype != FP8})
         except OSError as error:
             logger.info("versions stay in the trainer's dtype: %s", error)
         return num_bytes

@@ -10,7 +10,8 @@ S + r of S + R; rank 0 serves the address.
     sender.close()                                          receiver.close()
 
 All processes of both pools call `connect`, `send` and `receive` together, and these block; `layout()` is local.  The first
-transfer goes through the rollout engine's own loader (see `update_by_stream`).  All later ones follow the plan, from
+transfer goes through the rollout engine's own loader (see `update_by_stream`), and so does every one to an engine that stores
+weights quantized.  All others follow the plan, from
 WeightSender to WeightReceiver, whose Routes share one plan and one kind of Transport.  During a transfer, and after one that
 failed, the rollout engine refuses to generate.
 
@@ -33,7 +34,7 @@ from torch import Tensor
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.training.base import TrainEngine
 from rlhub.errors import EngineError
-from rlhub.protocol.weights.pieces import PieceInfo, num_elements, whole
+from rlhub.protocol.weights.pieces import PieceInfo, is_quantized, num_elements, whole
 from rlhub.sharding_manager.layout_exchange import DTYPES, Member, Side, exchange_members, this_node
 from rlhub.sharding_manager.local_pieces import LocalPieces
 from rlhub.sharding_manager.manager import StreamedDescription, update_by_stream
@@ -118,7 +119,8 @@ class _Half(ABC):
 
     def _plan(self, peers: Peers) -> Route | None:
         members = exchange_members(peers, self._member(with_layout=True))
-        if not any(member.sources for member in members):  # weights that exist only as a stream
+        streamed = not any(member.sources for member in members)  # the weights exist only as a stream
+        if streamed or any(is_quantized(member.destinations) for member in members):
             return None
         return make_route(peers, members, memory_bytes=self._bucket_bytes * BUFFER_BUCKETS, check=self._check)
 

@@ -56,8 +56,10 @@ def need_vllm() -> None:
 
 
 def rollout_setup(folder: Path, device: torch.device, *, prompt: int, response: int, **settings: object) -> RolloutSetup:
-    """Returns the setup of a vLLM engine.  settings: of RolloutConfig, beside the share of the memory that is free now."""
-    config = RolloutConfig(name="vllm", gpu_memory_utilization=memory_share(device), **settings)  # type: ignore[arg-type]
+    """Returns the setup of a rollout engine, vLLM unless another is named.  settings: of RolloutConfig, beside the share of the
+    memory that is free now."""
+    given = {"name": "vllm", "gpu_memory_utilization": memory_share(device), **settings}
+    config = RolloutConfig(**given)  # type: ignore[arg-type]
     return RolloutSetup(
         config=config,
         model=ModelConfig(path=str(folder)),

@@ -154,9 +154,10 @@ def test_after_an_error_inside_a_step_the_engine_generates_no_more(job: list[dic
         assert "built again" in case["failure"]["answer"], name
 
 
-def test_experts_in_vllms_layout_are_read_back_on_every_rank() -> None:
-    checks = Path(__file__).with_name("vllm_experts_checks.py")
+@pytest.mark.parametrize(("file", "count"), [("vllm_experts_checks.py", 7), ("vllm_fp8_checks.py", 16)])
+def test_vllms_own_layouts_are_written_and_read_back_on_every_rank(file: str, count: int) -> None:
+    checks = Path(__file__).with_name(file)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_LIMIT_S, check=False)
     assert done.returncode == 0, done.stdout[-5000:]
-    assert "7 passed" in done.stdout
+    assert f"{count} passed" in done.stdout

@@ -318,7 +318,7 @@ FOREIGN = (
         f"{_R}trace.*", "prompts.jsonl, generations/ and trace.json in the run folder say what became of each prompt", None, False
     ),
     _note(f"{_R}prometheus.*", "metrics.jsonl in the run folder has every metric", False, None),
-    _refused(f"{_R}quantization*", f"the engine holds the trained weights as they are ({_R}dtype)", None),
+    _refused(f"{_R}quantization_*", f"{_R}quantization=fp8 has no settings of its own", None),
     _refused(f"{_R}enable_rollout_routing_replay", "experts are routed anew in training", False),
     _note(f"{_R}engine_kwargs.*mm_*", _IMAGES, None),
     _note(f"{_R}engine_kwargs.sglang*", f"{_R}name is no SGLang", None, {}),

@@ -140,6 +140,20 @@ def check_requirements(config: PPOConfig, requires: AbstractSet[str], estimator:
     return found
 
 
+def check_quantization(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
+    """Returns the problem of samples from quantized weights that would train as if they were the policy's own.  requires: of the
+    policy loss."""
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    corrected = correction.active or correction.in_update or "rollout_log_probs" in requires
+    if rollout.quantization is None or corrected or config.trainer.replay_from or asynchronous.is_collected(config):
+        return []
+    return [
+        f"{_ROLLOUT}.quantization={rollout.quantization} samples from rounded weights, and nothing corrects for that: set "
+        f"{rollout_correction.KEY}.rollout_is=token, which weights tokens by pi_old / mu up to rollout_is_threshold, or "
+        f"{_ROLLOUT}.quantization=null"
+    ]
+
+
 def notes(config: PPOConfig) -> list[str]:
     """Returns notes on settings that are allowed and may surprise, such as sizes that do not divide evenly over the ranks."""
     data, actor, n = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n

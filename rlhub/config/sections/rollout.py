@@ -135,6 +135,10 @@ class RolloutConfig:
     and trainer.max_staleness is 0."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of the engine's weights; auto: bfloat16 on CUDA, float32 on CPU."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: the engine (hf, or vllm on GPUs) stores the matrices of attention and MLP as float8_e4m3fn with a scale for each block
+    of 128 x 128, quantized from the trainer's weights at each update; algorithm.rollout_correction corrects for that. null: all
+    weights in dtype. Set it where weights crowd out the KV cache or where decoding waits for memory."""
     max_num_batched_tokens: PositiveInt | None = None
     """Largest number of tokens in an engine step; vllm without chunked prefill: at least max_model_len. null: vllm's own for the
     GPU (16384 on an H100), else 8192."""

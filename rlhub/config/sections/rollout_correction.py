@@ -48,9 +48,9 @@ class RolloutCorrectionConfig:
 
     mismatch_warn: PositiveFloat | None = None
     """Warn where mismatch/kl of a step's newest tokens, in nats a token, exceeds this; null: 0.001 where trainer and rollout
-    engine compute in float32 (usual 1e-8 to 1e-5), 0.1 where one has 16 bits (usual 1e-3 to 0.02), none with top_p or top_k."""
+    engine compute in float32 (usual 1e-8 to 1e-5), else 0.1 (usual 1e-3 to 0.02), none with top_p or top_k."""
     mismatch_stop: PositiveFloat | None = None
-    """End the run where mismatch/kl exceeds this; null: 0.1 in float32, 1 with 16 bits, none with top_p or top_k. Both bounds are
+    """End the run where mismatch/kl exceeds this; null: 0.1 in float32, else 1, none with top_p or top_k. Both bounds are
     raised by 0.5 for each policy version by which a step's newest tokens are stale (trainer.max_staleness)."""
 
     @property

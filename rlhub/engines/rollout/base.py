@@ -238,7 +238,7 @@ class RolloutEngine(ABC):
     @abstractmethod
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         """Replaces all weights from a stream of full tensors with Hugging Face names, cast to the engine's dtype, and then
-        takes `version`.
+        takes `version`.  A weight that the engine stores quantized comes so, beside its scales (see protocol.weights.pieces).
 
         No later request finds cached prefixes of the old weights.  If the stream breaks, the engine refuses to generate until
         a whole update.  Raises EngineError if requests of `agenerate` wait or run and the engine is not paused.

@@ -5,7 +5,7 @@ Importing this module loads neither torch nor an engine, so names can be checked
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,17 +84,22 @@ MEMORY_SHARE: (rollout or judge section) -> the share of a GPU's memory that the
     only what it needs; without it the engine has no model on the run's GPUs.
 MODEL_PROBLEMS: (content of config.json, *, where: the key of the engine's name) -> sentences on what keeps the engine from
     running a model; it loads no torch.
+QUANTIZED: (rollout section, content of config.json, *, device) -> reasons why the engine cannot generate with
+    rollout.quantization; an engine without it holds weights as they are.
 """
 
 PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE = "parallel_service", "most_replicas", "memory_share"
-MODEL_PROBLEMS = "model_problems"
+MODEL_PROBLEMS, QUANTIZED = "model_problems", "quantized"
 _CHECKS = "rlhub.engines.rollout.registry"
 _PROCESSES = "rlhub.engines.rollout.vllm.async_engine:AsyncVLLMEngine"
 EXPERTS_ON_VLLM = ("qwen2_moe", "qwen3_moe")
 """Models with experts whose weights vLLM takes under the names that the trainer sends."""
 _VLLM = {MEMORY_SHARE: f"{_CHECKS}:gpu_memory_utilization", MODEL_PROBLEMS: f"{_CHECKS}:vllm_problems"}
 ROLLOUT_ENGINES.add_lazy(
-    "vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"}, companions={PARALLEL_SERVICE: _PROCESSES, **_VLLM}
+    "vllm",
+    "rlhub.engines.rollout.vllm.engine:VLLMEngine",
+    requires={"vllm"},
+    companions={PARALLEL_SERVICE: _PROCESSES, QUANTIZED: f"{_CHECKS}:vllm_reasons", **_VLLM},
 )
 ROLLOUT_ENGINES.add_lazy(
     "vllm_async", _PROCESSES, requires={"vllm"}, companions={"problems": f"{_CHECKS}:service_problems", **_VLLM}
@@ -102,7 +107,11 @@ ROLLOUT_ENGINES.add_lazy(
 ROLLOUT_ENGINES.add_lazy(
     "hf",
     "rlhub.engines.rollout.hf.engine:HFEngine",
-    companions={"problems": f"{_CHECKS}:one_device_problems", MEMORY_SHARE: f"{_CHECKS}:no_share"},
+    companions={
+        "problems": f"{_CHECKS}:one_device_problems",
+        MEMORY_SHARE: f"{_CHECKS}:no_share",
+        QUANTIZED: f"{_CHECKS}:hf_reasons",
+    },
 )
 ROLLOUT_ENGINES.add_lazy(
     "remote",
@@ -154,16 +163,36 @@ def model_problems(name: str, model: ModelConfig, *, where: str) -> list[str]:
     Returns [] for a hub name, and for a folder that cannot be read, which other checks report.  where: the key of the engine's
     name.
     """
-    name, path = resolve_engine_name(name), Path(model.path or "").expanduser()
+    name, values = resolve_engine_name(name), _local_values(model)
     judge = ROLLOUT_ENGINES.companion(name, MODEL_PROBLEMS) if name in ROLLOUT_ENGINES else None
-    if judge is None or not model.path or not path.is_dir():
-        return []
-    try:
-        values = read_model_values(path, model.override_config)
-    except ConfigError:
-        return []
-    found: list[str] = judge(values, where=f"{where}={name}")
+    found: list[str] = judge(values, where=f"{where}={name}") if judge is not None and values else []
     return found
+
+
+def quantization_problems(config: RolloutConfig, model: ModelConfig, *, device: str) -> list[str]:
+    """Returns sentences on what keeps the configured engine from generating with `config.quantization`."""
+    name = resolve_engine_name(config.name)
+    if config.quantization is None or name not in ROLLOUT_ENGINES:
+        return []
+    judge = ROLLOUT_ENGINES.companion(name, QUANTIZED)
+    others = ", ".join(other for other in ROLLOUT_ENGINES.names() if ROLLOUT_ENGINES.companion(other, QUANTIZED))
+    reasons = [f"this engine holds its weights as they are; set {KEY}.name to one of {others}"]
+    if judge is not None:
+        reasons = judge(config, _local_values(model), device=device)
+    if config.lora_sync == "adapter" and model.lora_rank > 0:
+        reasons.append(f"an adapter alone would be added to a base that no update quantizes; set {KEY}.lora_sync=merged")
+    if model.vla:
+        reasons.append("a policy of actions (model.vla) is not stored quantized")
+    return [f"{KEY}.quantization={config.quantization} with {KEY}.name={name}: {reason}" for reason in reasons]
+
+
+def _local_values(model: ModelConfig) -> dict[str, Any]:
+    """Returns the content of the config.json of a model in a folder; {} for one that is elsewhere or cannot be read."""
+    path = Path(model.path or "").expanduser()
+    try:
+        return read_model_values(path, model.override_config) if model.path and path.is_dir() else {}
+    except ConfigError:
+        return {}
 
 
 def build_rollout_engine(setup: RolloutSetup) -> RolloutEngine:
@@ -221,3 +250,62 @@ def no_share(config: RolloutConfig | JudgeConfig) -> float:
 def gpu_memory_utilization(config: RolloutConfig | JudgeConfig) -> float:
     """Returns the share of a GPU's memory that vLLM reserves for weights and key-value cache together."""
     return config.gpu_memory_utilization
+
+
+# --- engines with quantized weights ---------------------------------------------------------------------------------------------
+
+BLOCK = 128
+"""Rows and columns of the blocks of protocol.weights.pieces, which loads torch."""
+
+
+def hf_reasons(config: RolloutConfig, values: Mapping[str, Any], *, device: str) -> list[str]:
+    """Returns why the hf engine cannot generate with quantized weights.  values: the content of config.json, empty where that is
+    not known.  device: cpu or cuda."""
+    return [*_model_reasons(values)]
+
+
+def vllm_reasons(config: RolloutConfig, values: Mapping[str, Any], *, device: str) -> list[str]:
+    """Returns why vLLM cannot generate with quantized weights.  Arguments as in `hf_reasons`."""
+    found = [*_model_reasons(values)]
+    if device == "cpu":
+        found.append(
+            "vLLM's kernels for this on CPU need AMX and repack the weights, which could not be written again; set "
+            f"{KEY}.name=hf, or run on GPUs"
+        )
+    if config.dtype == "float32":
+        found.append(f"vLLM computes with such weights in 16 bits only; set {KEY}.dtype=bfloat16")
+    if config.mode == "async" and config.tensor_model_parallel_size > 1:
+        found.append(
+            f"replicas with {KEY}.tensor_model_parallel_size={config.tensor_model_parallel_size} hold their weights in processes "
+            "of vLLM's, to which none go quantized; set it to 1"
+        )
+    return found + [*_block_reasons(values, config.tensor_model_parallel_size)]
+
+
+def _model_reasons(values: Mapping[str, Any]) -> Iterator[str]:
+    if count := next((int(values[name]) for name in NUM_EXPERTS if int(values.get(name) or 0) > 1), 0):
+        yield f"the model has {count} experts in a layer, whose fused weights no engine here stores quantized"
+    if values.get("vision_config"):
+        yield "the model reads images, and its vision tower is not stored quantized"
+
+
+def _block_reasons(values: Mapping[str, Any], ranks: int) -> Iterator[str]:
+    """Yields the sizes of the model, for one of `ranks` tensor-parallel ranks, that are no whole blocks."""
+    if not {"hidden_size", "num_attention_heads", "intermediate_size"} <= values.keys():
+        return
+    heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
+    width = int(values.get("head_dim") or hidden // heads)
+    kv_heads = int(values.get("num_key_value_heads") or heads)
+    of_ranks = f" / {ranks} ranks" if ranks > 1 else ""
+    sizes = {
+        f"hidden_size={hidden}": hidden,
+        f"intermediate_size={values['intermediate_size']}{of_ranks}": int(values["intermediate_size"]) / ranks,
+        f"{heads} heads x {width}{of_ranks}": heads * width / ranks,
+        f"{kv_heads} key-value heads x {width}{of_ranks}": max(kv_heads // ranks, 1) * width,
+    }
+    if cut := [f"{name} = {size:g}" for name, size in sizes.items() if size % BLOCK]:
+        lower = f", or {KEY}.tensor_model_parallel_size lower" if ranks > 1 else ""
+        yield (
+            f"a scale belongs to {BLOCK} x {BLOCK} elements, and vLLM stores projections one below the other, so that sizes must "
+            f"be multiples of {BLOCK}: {', '.join(cut)}; set {KEY}.name=hf{lower}"
+        )

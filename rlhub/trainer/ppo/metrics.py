@@ -88,9 +88,9 @@ def source_metrics(batch: Batch, sources: Sequence[str]) -> dict[str, float]:
     return metrics
 
 
-BY_PRECISION = {"float32": (1e-3, 0.1), "16 bits": (0.1, 1.0)}
+BY_PRECISION = {"float32": (1e-3, 0.1), "fewer bits": (0.1, 1.0)}
 """Nats a token to warn at and to stop at, of tokens from the very weights that are trained.  Sound engines: 1e-8 to 1e-5 with
-float32 on both sides, 1e-3 to 0.02 with bfloat16 on one (mixtures of experts the most)."""
+float32 on both sides, 1e-3 to 0.02 with bfloat16 or quantized weights on one (mixtures of experts the most)."""
 
 DRIFT = 0.5
 """Nats a token by which the policy itself may have moved in one version: far more than an update that still learns."""
@@ -141,7 +141,7 @@ def mismatch_bound(config: PPOConfig) -> MismatchBound:
     if others or rollout.top_p < 1.0 or rollout.top_k > 0:
         warn = stop = math.inf
     else:
-        warn, stop = BY_PRECISION["float32" if _is_exact(config) else "16 bits"]
+        warn, stop = BY_PRECISION["float32" if _is_exact(config) else "fewer bits"]
     return MismatchBound(
         warn=warn if correction.mismatch_warn is None else correction.mismatch_warn,
         stop=stop if correction.mismatch_stop is None else correction.mismatch_stop,
@@ -150,7 +150,7 @@ def mismatch_bound(config: PPOConfig) -> MismatchBound:
 
 
 def _is_exact(config: PPOConfig) -> bool:
-    """Returns whether trainer and rollout engine both compute in float32."""
+    """Returns whether trainer and rollout engine both compute in float32, and with the same weights."""
     rollout, section = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.section
     known = not rollout.remote.urls and rollout.dtype in ("auto", "float32")
-    return known and config.trainer.device == "cpu" and section.model_dtype != "bf16"
+    return known and rollout.quantization is None and config.trainer.device == "cpu" and section.model_dtype != "bf16"

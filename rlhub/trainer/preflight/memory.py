@@ -22,7 +22,7 @@ from rlhub.config.sections.reward import JudgeConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Recompute
-from rlhub.engines.rollout.registry import memory_share
+from rlhub.engines.rollout.registry import BLOCK, memory_share
 from rlhub.errors import ConfigError
 from rlhub.models.shape import count_params, read_model_shape
 from rlhub.trainer.ppo.requirements import requirements
@@ -263,11 +263,26 @@ def _shares(config: PPOConfig) -> dict[str, list[Share]]:
         always = stays or not rollout.free_cache_engine
         size = 4 if rollout.dtype == "float32" or (rollout.dtype, trainer.device) == ("auto", "cpu") else 2
         share = _share_of(rollout.name, rollout, _ROLLOUT, config.actor_rollout_ref.model, size, always=always)
+        if rollout.quantization:
+            share = [replace(each, weights=_quantized_bytes(config, size)) for each in share]
         found.setdefault(placement.pool_name(trainer, "rollout"), []).extend(share)
     if judge.model.path:
         share = _share_of(judge.name or rollout.name, judge, "reward_model.judge", judge.model.as_model(), 2, always=True)
         found.setdefault(placement.pool_name(trainer, "judge"), []).extend(share)
     return found if trainer.device == "cuda" else {pool: [_on_cpu(share, rollout) for share in found[pool]] for pool in found}
+
+
+def _quantized_bytes(config: PPOConfig, item_bytes: int) -> float:
+    """Returns the bytes of the weights on a GPU of an engine that stores projections in one byte an element and 4 for each
+    block's scale; 0 where the model's size is not known.  item_bytes: of the others."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    num_params = _num_params(model)
+    if num_params is None:
+        return 0.0
+    shape = read_model_shape(Path(model.path or "").expanduser(), model.override_config)
+    projections = shape.num_matmul_params - shape.vocab_size * shape.hidden_size
+    size = projections * (1 + 4 / BLOCK**2) + (num_params - projections) * item_bytes
+    return size / rollout.tensor_model_parallel_size
 
 
 def _on_cpu(share: Share, rollout: RolloutConfig) -> Share:

@@ -9,13 +9,21 @@ from typing import Any
 
 from rlhub.agents.workflows.knobs import AgentKnobs, EndpointKnobs, EnvironmentKnobs, OnlineKnobs, ToolKnobs
 from rlhub.agents.workflows.registry import WHERE, WORKFLOWS, default_workflow, fill_knobs, split_name, workflow_kwargs
+from rlhub.algorithms.registry import POLICY_LOSSES
 from rlhub.config.names import read_source, settings_problems, target_problems, unknown
-from rlhub.config.rules import asynchronous
+from rlhub.config.rules import asynchronous, checks
+from rlhub.config.rules.derive import resolve_device
 from rlhub.config.rules.sources import sources_of
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import MultiTurnConfig, RolloutConfig
 from rlhub.data import AGENT_NAME, has_column, texts_of
-from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, most_replicas, resolve_engine_name
+from rlhub.engines.rollout.registry import (
+    ROLLOUT_ENGINES,
+    model_problems,
+    most_replicas,
+    quantization_problems,
+    resolve_engine_name,
+)
 from rlhub.envs.registry import ENVIRONMENTS
 from rlhub.errors import ConfigError
 from rlhub.registry import suggest
@@ -53,9 +61,12 @@ def check_rollout_engine(config: PPOConfig) -> list[str]:
 
 
 def check_weights_reach(config: PPOConfig) -> list[str]:
-    """Returns the reasons why trained weights cannot reach the engine, without those that `check_rollout_engine` returns."""
-    known = set(check_rollout_engine(config))
-    return [problem for problem in _engine_problems(config, trains=True) if problem not in known]
+    """Returns the reasons why trained weights cannot reach the engine, or its samples cannot train them, without those that
+    `check_rollout_engine` returns."""
+    known, loss = set(check_rollout_engine(config)), config.actor_rollout_ref.actor.policy_loss.loss_mode
+    requires = POLICY_LOSSES.row(loss).requires if loss in POLICY_LOSSES else frozenset()
+    found = [*_engine_problems(config, trains=True), *checks.check_quantization(config, requires)]
+    return [problem for problem in found if problem not in known]
 
 
 def _engine_problems(config: PPOConfig, *, trains: bool) -> list[str]:
@@ -64,7 +75,9 @@ def _engine_problems(config: PPOConfig, *, trains: bool) -> list[str]:
         return []  # nothing generates here, or the name is a problem of its own
     judge = ROLLOUT_ENGINES.companion(name, "problems")
     found: list[str] = judge(rollout, trains=trains) if judge is not None else []
-    return [*found, *_check_replicas(rollout), *model_problems(name, config.actor_rollout_ref.model, where=f"{_ROLLOUT}.name")]
+    model = config.actor_rollout_ref.model
+    found += quantization_problems(rollout, model, device=resolve_device(config.trainer.device))
+    return [*found, *_check_replicas(rollout), *model_problems(name, model, where=f"{_ROLLOUT}.name")]
 
 
 def _check_replicas(rollout: RolloutConfig) -> list[str]:

@@ -41,6 +41,10 @@ def _model_problems(config: ServeConfig) -> list[str]:
 def _engine_problems(config: ServeConfig, name: str) -> list[str]:
     judge = ROLLOUT_ENGINES.companion(name, "problems") if name in ROLLOUT_ENGINES else None
     found: list[str] = judge(replace(config.rollout, mode="async"), trains=False) if judge is not None else []
+    if config.rollout.quantization:
+        found.append(
+            f"rollout.quantization={config.rollout.quantization}: only weights of a trainer are quantized; set it to null"
+        )
     found = [problem.replace(TRAINING_PREFIX, "") for problem in found]
     return [*found, *model_problems(name, config.model, where="rollout.name")]
 

@@ -8,15 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from rlhub.algorithms.mismatch import measure_mismatch
 from rlhub.algorithms.statistics import Gather
-from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, WeightBucket
+from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, WeightBucket, resolve_dtype
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.vllm.environment import guarded_process
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.collectives import check_finite
 from rlhub.errors import NonFiniteError, WeightMismatchError
+from rlhub.protocol.weights.pieces import FP8, RELATIVE_ERROR, STEP_BELOW, dequantize, scales_name
 from rlhub.sharding_manager.manager import ShardingManager
 from scripts.gpu.baselines import bare_generate
 from scripts.gpu.engines import (
@@ -29,7 +31,7 @@ from scripts.gpu.engines import (
     rollout_setup,
     train_engine,
 )
-from scripts.gpu.measure import Context, apart, seconds_of
+from scripts.gpu.measure import GIB, Context, apart, seconds_of
 from scripts.gpu.models import model_folder, prompt_ids, shape
 from scripts.gpu.rows import NotThere
 
@@ -39,6 +41,7 @@ MOST_DIFFERENCE, LEAST_ESS = 0.03, 0.99
 """Nats between sampler and trainer, of which bfloat16 explains about 0.01, and the effective sample size of pi / mu."""
 LEAST_SURPRISE = 0.5
 """Nats of a sampled token on average: where the model is certain of all, no difference could show."""
+SIGN = 0x80  # the highest bit of a number of eight bits
 POISON = 100.0
 """Factor of a poisoned weight: no rounding explains it."""
 
@@ -58,8 +61,7 @@ def prompts_of(context: Context, name: str, count: int, num_tokens: int) -> list
 
 def throughput(context: Context) -> None:
     """Compares whole batches through the rollout engine with LLM.generate, at equal settings."""
-    note = "rlhub loads and checks unquantised weights only"
-    context.rows.add("rollout with FP8 weights", status="not there", note=note)
+    rate: float | None = None
     with context.rows.trying("rollout"):
         need_vllm()
         folder = model_folder(context, MODEL)
@@ -71,17 +73,66 @@ def throughput(context: Context) -> None:
         context.rows.compare(f"{what}, against {settings}", rate, "tokens/s", baseline=same, at_least=AGAINST_VLLM)
         note = "baseline: without seeds and log-probs of each request"
         context.rows.measured(f"{what}, against {settings}, plain sampling", rate, "tokens/s", baseline=plain, note=note)
+    with context.rows.trying("rollout with FP8 weights"):
+        if context.on_gpu:
+            need_vllm()
+        apart(quantized, context, model_folder(context, MODEL), rate if context.on_gpu else None, limit_s=context.left_s)
 
 
 def our_rate(context: Context, folder: Path) -> float:
     """Returns the tokens a second of the rollout engine, built as a run does with its defaults."""
-    count, prompt, response = sizes(context)
     engine = rollout_engine(replace(_setup(context, folder), load_checkpoint=True))
+    return _rate(context, engine)
+
+
+def _rate(context: Context, engine: RolloutEngine) -> float:
+    count, prompt, response = sizes(context)
     requests, params = generation_requests(prompts_of(context, MODEL, count, prompt)), full_length(response)
     engine.generate(requests[: count // 8], params)
     seconds = seconds_of(lambda: engine.generate(requests, params), context.device)
     engine.shutdown()
     return count * response / seconds
+
+
+def quantized(context: Context, folder: Path, rate: float | None) -> None:
+    """Measures an engine with projections in eight bits, vLLM on a GPU and hf on CPU, and checks what it holds after a second
+    sync.  rate: tokens a second of the same engine with its default dtype."""
+    count, prompt, response = sizes(context)
+    name, count = "vllm" if context.on_gpu else "hf", count // 8
+    train = train_engine(folder, context.device, max_tokens=16384, train=False)
+    setup = rollout_setup(folder, context.device, prompt=prompt, response=response, name=name, quantization="fp8")
+    rollout = rollout_engine(setup)
+    manager = ShardingManager(train, rollout, bucket_bytes=BUCKET_BYTES)
+    for version in range(2):
+        report = manager.sync(version)
+    trained = {name: weight for bucket in train.published_weights(bucket_bytes=BUCKET_BYTES) for name, weight in bucket}
+    prompts = prompts_of(context, MODEL, count, prompt)
+    found = _mismatch(train, prompts, rollout.generate(generation_requests(prompts), full_length(response)))
+    what = f"{MODEL}: FP8 weights in {name}, log-probs of sampler and trainer"
+    context.rows.measured(what, found["mismatch/abs_diff"], "nats", note=f"ess {found['mismatch/ess']:.3f}")
+    what = f"{MODEL}: FP8 weights in {name}, largest error by the bound of 3 bits of mantissa"
+    context.rows.check(what, _excess(rollout, trained), at_most=1.001)
+    victim = next(piece.tensor for piece in rollout.live_weights() if piece.tensor.dtype == FP8)
+    victim.view(torch.uint8).bitwise_xor_(SIGN)
+    context.rows.check(f"{MODEL}: control: the same with the signs of one weight changed", _excess(rollout, trained), at_least=2)
+    victim.view(torch.uint8).bitwise_xor_(SIGN)
+    plain_bytes = sum(weight.numel() for weight in trained.values()) * resolve_dtype("auto", context.device).itemsize
+    context.rows.measured(f"{MODEL}: bytes of FP8 weights in {name}", report.bytes / GIB, "GiB", baseline=plain_bytes / GIB)
+    against = "" if rate is None else ", against the default dtype"
+    context.rows.measured(f"{MODEL}: FP8 weights in {name}{against}", _rate(context, rollout), "tokens/s", baseline=rate)
+
+
+def _excess(rollout: RolloutEngine, trained: dict[str, Tensor]) -> float:
+    """Returns the largest difference between an element of the matrices that the engine's quantized weights stand for and the
+    trainer's, as a share of the bound of rounding to e4m3."""
+    live, worst = {piece.name: piece.tensor for piece in rollout.live_weights()}, 0.0
+    for name in (name for name in trained if live[name].dtype == FP8):
+        scales, weight = live[scales_name(name)], trained[name].float().to(live[name].device)
+        steps = dequantize(torch.ones_like(weight).to(FP8), scales, torch.float32)
+        bound = torch.maximum(RELATIVE_ERROR * weight.abs(), STEP_BELOW * steps)
+        error = (dequantize(live[name], scales, torch.float32) - weight).abs() / bound
+        worst = max(worst, float(error.nan_to_num(nan=torch.inf).max()))
+    return worst
 
 
 def _setup(context: Context, folder: Path) -> RolloutSetup:
@@ -96,7 +147,6 @@ def bare_rates(context: Context, folder: Path) -> tuple[float, float]:
     with guarded_process({}):
         from vllm import LLM, SamplingParams
 
-        from rlhub.engines.rollout.base import resolve_dtype
         from rlhub.engines.rollout.vllm.conversion import vllm_params
         from rlhub.engines.rollout.vllm.entrypoints import engine_arguments
 

@@ -59,12 +59,12 @@ from rlhub.engines.rollout.hf.decode import (
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError
 from rlhub.models.experts import unfused_tensors
-from rlhub.models.hf import policy_loader
+from rlhub.models.hf import policy_loader, quantize_projections
 from rlhub.models.lora import add_lora, saved_names
 from rlhub.models.required_weights import load_checked
 from rlhub.models.vision import ImageReader, image_reader
 from rlhub.models.vla.policy import complete
-from rlhub.protocol.weights.pieces import Piece, whole_piece
+from rlhub.protocol.weights.pieces import FP8, Piece, whole_piece
 
 SPARE_DIVISOR = 8  # a cache that is copied for more rows gets 1/8 more places, for rows that will join soon
 PADDING_INTERVAL = 64  # steps between two searches for columns that are padding in every row
@@ -108,6 +108,8 @@ class HFEngine(SteppedEngine):
             with no_init_weights():  # the first update overwrites every weight
                 model = loader.from_config(config, **options)
             model.tie_weights()
+        if setup.config.quantization == "fp8":
+            quantize_projections(model, quantized=setup.reads_files)
         if self._vla is not None:
             complete(model, self._vla, setup.model.path)
         if setup.adapters:  # with scale 1, because B comes with the scale
@@ -176,6 +178,8 @@ class HFEngine(SteppedEngine):
             target = self._weights[name]
             if target.shape != tensor.shape:
                 raise EngineError(f"weight {name} has shape {tuple(tensor.shape)}, the engine's has {tuple(target.shape)}")
+            if target.dtype == FP8 != tensor.dtype:
+                raise EngineError(f"weight {name} came as {tensor.dtype}: this engine stores it quantized, and takes it so only")
             target.copy_(tensor)
 
     @contextmanager

@@ -171,17 +171,18 @@ class VLLMDialect(_CompletionsDialect):
 
 
 class SGLangDialect:
-    """The dialect of SGLang's launch_server, by its native interface (docs.sglang.ai, "Sampling parameters" and "SGLang for
-    RL").
+    """The dialect of SGLang's launch_server, by its native interface, as the sources of 0.5.23 have it (http_server.py,
+    io_struct.py, tokenizer_manager.py).
 
-    A pause ends running requests with their tokens, as with vLLM.  The log-probs are taken after temperature and before top-k
-    and top-p.
+    A pause ends running requests with their tokens, as with vLLM, and waits until they have.  The log-probs are taken after
+    temperature and before top-k and top-p (unless the server has SGLANG_RETURN_ORIGINAL_LOGPROB).  Seeds count only under
+    --enable-deterministic-inference; otherwise the server ignores them, as it does every field that it does not know.
     """
 
     trains = True
     keeps_requests = False
     processed = False
-    health = "/health"
+    health = "/model_info"  # its /health samples a token, which fails while the server is paused
 
     def __init__(self, setup: RolloutSetup) -> None:
         """Creates the dialect, which needs no part of the setup."""

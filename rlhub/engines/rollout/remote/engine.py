@@ -194,6 +194,8 @@ class RemoteEngine(RolloutEngine):
             else:
                 ended = found if found != "abort" or pauses == self._pauses else None
         partial.completion.finish_reason = ended
+        if not params.log_probs:  # servers return them all the same, because they come with the token ids
+            partial.completion.log_probs = []
         return partial.completion
 
     async def _once(self, partial: _PartialCompletion, params: SamplingParams) -> FinishReason:

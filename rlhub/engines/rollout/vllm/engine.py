@@ -23,7 +23,7 @@ from rlhub.engines.rollout.base import (
 )
 from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.vllm.environment import distributed_variables, guarded_process, settle
+from rlhub.engines.rollout.vllm.environment import QUANTIZED_VARIABLES, distributed_variables, guarded_process, settle
 from rlhub.errors import EngineError
 from rlhub.models.hf import check_weights
 from rlhub.models.required_weights import refuse_nonfinite
@@ -43,6 +43,11 @@ class VLLMEngine(SteppedEngine):
 
     def __init__(self, setup: RolloutSetup) -> None:
         super().__init__(setup)
+        if setup.config.quantization and setup.reads_files:
+            raise EngineError(
+                f"rollout.quantization={setup.config.quantization}: vLLM would read the model's files as if they were quantized "
+                "already; only weights that a trainer sends are quantized on the way. Set it to null, or rollout.name=hf"
+            )
         self._dtype = resolve_dtype(setup.config.dtype, setup.device)
         self._llm: InProcessLLM | None = None
         self._asleep: list[str] = []  # the members of SLEEPING_PARTS that sleep at the moment
@@ -62,6 +67,8 @@ class VLLMEngine(SteppedEngine):
             world_size=world_size,
             local_rank=self._setup.device.index or 0,
         )
+        if self._setup.config.quantization:
+            variables |= QUANTIZED_VARIABLES
         if self._setup.reads_files:
             check_weights(self._setup.model, "policy")
         with guarded_process(variables):

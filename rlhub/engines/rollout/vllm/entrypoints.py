@@ -36,7 +36,7 @@ from rlhub.engines.rollout.vllm.internals import MultiprocExecutor, UniProcExecu
 from rlhub.engines.rollout.vllm.worker import StandbyWeights, add_adapter, live_weights, load_stream
 from rlhub.errors import EngineError
 from rlhub.models.shape import NUM_EXPERTS
-from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.pieces import BLOCK, Piece
 
 EXTENSION = "rlhub.engines.rollout.vllm.worker.WorkerExtension"
 SHUTDOWN_S = 30.0  # long, because a process that must be killed leaves its shared memory behind
@@ -45,6 +45,15 @@ MIN_CACHE_BYTES = 16 << 20
 MAX_CACHE_BYTES = 4 << 30
 FREE_MEMORY_DIVISOR = 8  # the cache takes at most 1/8 of the free memory, because several ranks start on one machine
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 512)  # of vLLM's max_lora_rank
+FP8_OVERRIDES = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+}
+"""The entries of config.json by which vLLM builds the layers of a checkpoint as DeepSeek-V3's."""
 OnTokens = Callable[[Progress], None]
 """A callback for the next tokens of one request, without their versions."""
 
@@ -71,6 +80,8 @@ class InProcessLLM:
             self.llm = LLM(**arguments)
         if in_process_group:
             internals.spare_process_group(self.llm)
+        if setup.config.quantization:
+            internals.check_fp8_kernels(self.model)
         self._in_process_group = in_process_group
         self._devices = [setup.device] if setup.device.type == "cuda" else []
         self._stream = own_stream(setup.device)
@@ -343,7 +354,8 @@ def _arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "model": setup.model.path,
         "trust_remote_code": setup.model.trust_remote_code,
-        "hf_overrides": dict(setup.model.override_config),
+        "hf_overrides": {**setup.model.override_config, **(FP8_OVERRIDES if config.quantization == "fp8" else {})},
+        "quantization": config.quantization,
         "load_format": "auto" if setup.reads_files else "dummy",
         "dtype": str(dtype).removeprefix("torch."),
         "seed": setup.seed + setup.dp_rank,  # ranks of one tensor-parallel group must agree, replicas must not

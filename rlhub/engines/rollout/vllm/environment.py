@@ -34,6 +34,13 @@ ENGINE_VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # runs the engine core in this process, where the weights are
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks on one machine would otherwise be bound to the same core
 }
+QUANTIZED_VARIABLES = {
+    # Kernels of quantized linear layers that transpose, pad or requantize the weights when they load.
+    "VLLM_DISABLED_KERNELS": (
+        "FlashInferFp8DeepGEMMDynamicBlockScaledKernel,DeepGemmFp8BlockScaledMMKernel,B12xFp8BlockScaledMMKernel,"
+        "MarlinFP8ScaledMMLinearKernel,HummingFP8ScaledMMLinearKernel"
+    ),
+}
 DEFAULT_VARIABLES = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",  # nothing is reported to anyone unless the user asks for it

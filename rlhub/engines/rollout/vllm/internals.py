@@ -23,10 +23,13 @@ from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
+
+from rlhub.errors import EngineError
 
 __all__ = ["MultiprocExecutor", "UniProcExecutor"]
 ADAPTER_ID = 1  # of the only LoRA adapter of an engine; vLLM counts from 1
@@ -41,6 +44,7 @@ INTERNALS = {
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts._padded_intermediate_size": (
         "experts on CPU must compute with the parameters that updates write"
     ),
+    "vllm.model_executor.layers.quantization.fp8:Fp8LinearMethod": "its kernel, fp8_linear, decides the layout of the weights",
     "vllm.model_executor.layers.utils:check_cpu_sgl_kernel": "linear layers on CPU must compute with the parameters",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes": "to refuse a model before it is built",
     "vllm.v1.engine.async_llm:AsyncLLM.engine_core": "vLLM's own pause sleeps 20 ms, several times an exchange of weights",
@@ -148,6 +152,25 @@ def load_adapter(model: nn.Module, tensors: dict[str, Tensor], rank: int) -> Non
 
 def _lora_manager(model: nn.Module) -> LoRAModelManager | None:
     return vars(model).get("lora_manager")
+
+
+PLAIN_FP8_KERNELS = ("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel", "BlockWiseTorchFP8ScaledMMLinearKernel")
+"""The kernels that compute with quantized weights and float32 scales as a checkpoint has them."""
+
+
+def check_fp8_kernels(model: nn.Module) -> None:
+    """Raises EngineError where a quantized layer has a kernel whose layout of the weights is not known here."""
+    for path, module in model.named_modules():
+        method = vars(module).get("quant_method")
+        if not isinstance(method, Fp8LinearMethod):
+            continue
+        name = str(type(method.fp8_linear)).rpartition(".")[2].rstrip("'>")
+        if name not in PLAIN_FP8_KERNELS:
+            raise EngineError(
+                f"vLLM computes {path} with {name}, in whose layout of quantized weights new ones are not known to be right; "
+                f"known are {', '.join(PLAIN_FP8_KERNELS)}, which need a GPU with compute capability 8.9 or more: set "
+                "rollout.quantization=null"
+            )
 
 
 def cpu_head_widths() -> list[int]:

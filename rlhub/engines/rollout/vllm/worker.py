@@ -3,6 +3,9 @@
 vLLM fuses query, key and value projections, and gate and up projections, and gives each tensor-parallel rank a slice.  The
 mapping back to Hugging Face names follows the geometry of the layers and not vLLM's loader, so it checks the loader.
 
+Quantized weights are written through that mapping too, because vLLM's loader cannot load such parameters again once they are
+ready for their kernel.  The kernels that `internals` admits leave weights and scales as a checkpoint has them.
+
 `load_stream` and `live_weights` also serve an engine in this process.  Where the model lives in vLLM's worker processes, vLLM
 imports this module in each of them before it builds the model (`worker_extension_cls`), and WorkerExtension receives the
 calls.
@@ -37,7 +40,7 @@ from rlhub.engines.rollout.vllm.internals import AdapterPart, adapted_modules, a
 from rlhub.errors import EngineError, RlhubError
 from rlhub.models.lora import is_adapted, saved_name
 from rlhub.models.required_weights import refuse_nonfinite
-from rlhub.protocol.weights.pieces import Piece, whole_piece
+from rlhub.protocol.weights.pieces import BLOCK, FP8, Piece, num_blocks, scales_name, take, whole_piece
 
 logger = logging.getLogger(__name__)
 FREE_SHARE = 0.05
@@ -182,6 +185,10 @@ def load_stream(model: nn.Module, buckets: Iterable[WeightBucket], expected: Map
     expected: the names of all weights, as `weight_dtypes` returns them.
     """
     parts = adapter_parts(model)
+    if FP8 in expected.values():
+        live = {piece.name: piece for piece in live_weights(model)}
+        apply_buckets(buckets, expected, lambda bucket: _write(live, bucket))
+        return
     if not parts:
         loader: Any = model.load_weights  # all of vLLM's models have this method, though nn.Module does not
         apply_buckets(buckets, expected, lambda bucket: loader(iter(bucket)))
@@ -189,6 +196,17 @@ def load_stream(model: nn.Module, buckets: Iterable[WeightBucket], expected: Map
     tensors: dict[str, Tensor] = {}
     apply_buckets(buckets, expected, lambda bucket: tensors.update({name: tensor.clone() for name, tensor in bucket}))
     load_adapter(model, tensors, parts[0].low.shape[0])
+
+
+def _write(live: Mapping[str, Piece], bucket: WeightBucket) -> None:
+    """Writes this rank's part of full tensors into the live weights."""
+    for name, tensor in bucket:
+        piece = live[name]
+        if tuple(tensor.shape) != piece.shape:
+            raise EngineError(f"weight {name} has shape {tuple(tensor.shape)}, the engine's has {piece.shape}")
+        if piece.tensor.dtype == FP8 != tensor.dtype:
+            raise EngineError(f"weight {name} came as {tensor.dtype}: this engine stores it quantized, and takes it so only")
+        piece.tensor.copy_(take(tensor, piece.region))
 
 
 def add_adapter(model: nn.Module, rank: int, targets: str | list[str]) -> None:
@@ -245,7 +263,9 @@ def _is_tied_head(model: nn.Module, path: str, parameter: Tensor) -> bool:
 
 def _parts(path: str, leaf: str, module: nn.Module, parameter: Tensor) -> Iterator[Piece]:
     name = f"{path}.{leaf}"
-    if isinstance(module, ColumnParallelLinear):
+    if leaf == scales_name("weight"):
+        yield from _scales(path, leaf, module, parameter)
+    elif isinstance(module, ColumnParallelLinear):
         offset = 0
         for layer, start, size, full in _outputs(path, module):
             yield _part(f"{layer}.{leaf}", parameter[offset : offset + size], 0, start, full)
@@ -263,6 +283,38 @@ def _parts(path: str, leaf: str, module: nn.Module, parameter: Tensor) -> Iterat
         yield whole_piece(name, parameter)
     else:
         raise EngineError(f"cannot read back {name}: the layout of {type(module).__name__} is not known to the weight check")
+
+
+def _scales(path: str, leaf: str, module: Any, parameter: Tensor) -> Iterator[Piece]:
+    """Yields the scales of the blocks of this rank's part of each layer, which must be whole blocks."""
+    outputs, columns, first, full_columns = _outputs(path, module), parameter.shape[1], 0, parameter.shape[1]
+    split = module.tp_size > 1 and isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+    if split and isinstance(module, RowParallelLinear):
+        _refuse_cut(path, "columns", module.input_size_per_partition)
+        first, full_columns = module.tp_rank * columns, module.tp_size * columns
+    elif split or len(outputs) > 1:
+        for layer, _, size, _ in outputs:
+            _refuse_cut(layer, "rows", size)
+    expected = (sum(num_blocks(size) for _, _, size, _ in outputs), num_blocks(int(module.weight.shape[1])))
+    if tuple(parameter.shape) != expected or parameter.dtype != torch.float32:
+        raise EngineError(
+            f"cannot read back {path}.{leaf}: {parameter.dtype} {tuple(parameter.shape)}, where blocks of {BLOCK} x {BLOCK} have "
+            f"float32 {expected}: vLLM stores these scales in a layout that is not known to the weight check"
+        )
+    offset = 0
+    for layer, start, size, full in outputs:
+        count = num_blocks(size)
+        region = ((start // BLOCK, start // BLOCK + count), (first, first + columns))
+        view, offset = parameter[offset : offset + count], offset + count
+        yield Piece(name=f"{layer}.{leaf}", tensor=view, shape=(num_blocks(full), full_columns), region=region)
+
+
+def _refuse_cut(path: str, what: str, size: int) -> None:
+    if size % BLOCK:
+        raise EngineError(
+            f"a tensor-parallel rank's {size} {what} of {path} are no whole blocks of {BLOCK}, whose scales would belong to two: "
+            "set rollout.tensor_model_parallel_size lower, or rollout.quantization=null"
+        )
 
 
 def _experts(path: str, leaf: str, module: RoutedExperts, parameter: Tensor) -> Iterator[Piece]:

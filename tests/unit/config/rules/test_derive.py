@@ -48,7 +48,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "trainer.pipeline", "env.name", "env.num_envs", "env.srpo.path", "actor_rollout_ref.actor.target_kl",
         "actor_rollout_ref.rollout.remote.api_key_file", "actor_rollout_ref.rollout.remote.weights_folder",
         "actor_rollout_ref.rollout.remote.admin_key_file",
-        "actor_rollout_ref.rollout.trajectories_folder",
+        "actor_rollout_ref.rollout.trajectories_folder", "actor_rollout_ref.rollout.quantization",
         "actor_rollout_ref.rollout.min_replicas", "actor_rollout_ref.rollout.max_replicas",
         "actor_rollout_ref.rollout.max_num_seqs", "actor_rollout_ref.rollout.max_num_batched_tokens",
         *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlhub.config.rules import placement
 from rlhub.config.rules.derive import derive
 from rlhub.config.rules.engines import engines
 from rlhub.config.sections.ppo import PPOConfig
@@ -231,6 +232,22 @@ def test_a_line_for_each_moment_of_each_pool() -> None:
     assert "critic " in lines[0] and lines[2].endswith("vllm 0.5 of all of a GPU")
     (line,) = estimate_memory(configured(SFTConfig, "7b", 2), 79.6)
     assert line.startswith("memory estimate: update of model: model ") and "vllm" not in line
+
+
+@pytest.mark.parametrize("model", ["0.5b", "7b"])
+def test_quantized_weights_take_a_byte_and_a_scale_for_each_block(model: str) -> None:
+    shape = read_model_shape(model)
+    kv = shape.num_kv_heads * shape.head_dim
+    layer = 2 * shape.hidden_size * (shape.num_heads * shape.head_dim + kv) + 3 * shape.hidden_size * shape.intermediate_size
+    vocabulary = (1 if shape.tied else 2) * shape.vocab_size * shape.hidden_size
+    values = {f"{ROLLOUT}quantization": "fp8", f"{ROLLOUT}dtype": "bfloat16"}
+    expected = shape.num_layers * layer * (1 + 4 / 128**2) + 2 * vocabulary
+    (share,) = memory.tenants_of(grpo(model, 1, **values))[placement.MAIN].shares
+    assert share.weights == pytest.approx(expected)
+    on_cpu = grpo(model, 1, **values, **{f"{ROLLOUT}name": "hf", "trainer__device": "cpu"})
+    assert f" + hf {expected / GIB:.1f} GiB" in estimate_memory(on_cpu, None)[0]
+    plain = memory.tenants_of(grpo(model, 1))[placement.MAIN].shares[0].weights
+    assert plain - share.weights == pytest.approx(shape.num_layers * layer * (1 - 4 / 128**2))
 
 
 def test_bytes_of_a_pass() -> None:
