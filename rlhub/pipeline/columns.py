@@ -128,6 +128,7 @@ input_ids           int64(rows sequence)     sample               prompt and res
 attention_mask      int64(rows sequence)     sample               1 on the tokens of input_ids that are no padding
 response_mask       bool(rows response)      sample               the tokens of the response that the model wrote
 rollout_log_probs   float32(rows response)   sample               log-probs of the sampled tokens by the rollout engine
+routed_experts      uint8(rows sequence choice) sample             the experts of each token but the last, of all layers
 policy_version      int32(rows response)     sample               the version of the policy that wrote each token
 given_rewards       float32(rows response)   sample               the rewards that the workflow gave, each on its token
 added_rewards       float32(rows response)   sample               the rewards that tools gave, each on its token

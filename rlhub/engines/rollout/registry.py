@@ -33,6 +33,7 @@ class RolloutSetup:
     dp_rank, tp_rank: the number of this rank's replica of the engine, and the rank's place inside the replica.
     load_checkpoint: True reads the model's weights from disk; False leaves them undefined until the first update.
     structured: requests may have a JSON schema, for which the engine reads the model's tokenizer.
+    routed_experts: whole batches may ask for the experts of their tokens.
     """
 
     config: RolloutConfig
@@ -45,6 +46,7 @@ class RolloutSetup:
     tp_rank: int = 0
     load_checkpoint: bool = False
     structured: bool = False
+    routed_experts: bool = False
 
     @property
     def adapters(self) -> bool:

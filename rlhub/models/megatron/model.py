@@ -40,6 +40,7 @@ from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
 from rlhub.models.megatron.transformer_config import rotary_frequencies
 from rlhub.models.packed_attention import AttentionPlan, attend_packed
+from rlhub.models.routers import OWN
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,7 +115,9 @@ class MegatronLM(GPTModel):  # type: ignore[misc]
             weight = self.output_layer.weight
         return weight
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, packing: AttentionPlan) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, packing: AttentionPlan, experts: Tensor | None = None
+    ) -> Tensor:
         """Computes hidden states of input_ids and position_ids, both (1, tokens).
 
         The last piece returns (tokens, hidden) for all `own_tokens` on every tensor-parallel rank, to be multiplied with this
@@ -122,6 +125,7 @@ class MegatronLM(GPTModel):  # type: ignore[misc]
         this is the rank's share.
 
         packing: the places of the rows in the tokens.
+        experts: (tokens, routers * top_k), the experts that tokens are sent to (see RouterReplay); None: those that routers choose.
         """
         own = self.own_tokens(packing)
         ids, positions = cut_padded(input_ids, own), cut_padded(position_ids, own)
@@ -130,7 +134,7 @@ class MegatronLM(GPTModel):  # type: ignore[misc]
             hidden_states=self.embedding(input_ids=ids, position_ids=positions) if self.pre_process else None,
             attention_mask=None,
             rotary_pos_emb=torch.cat((angles, angles), -1)[:, None, None],
-            packed_seq_params=PackedRows(plan=packing),
+            packed_seq_params=PackedRows(plan=packing, experts=None if experts is None else own_experts(experts, own, self.config)),
         )
         return self._complete(hidden)[: max(packing.num_tokens - own.start, 0), 0] if self.post_process else hidden
 
@@ -218,6 +222,7 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]  # megatron has no type
     """
 
     plan: AttentionPlan | None = None
+    experts: Tensor | None = None  # of this rank's tokens
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
@@ -274,6 +279,16 @@ def cut_padded(tokens: Tensor, own: slice) -> Tensor:
     """Returns a slice of the last axis, with zeros beyond the end of the axis."""
     present = tokens[..., own]
     return pad(present, (0, own.stop - own.start - present.shape[-1]))
+
+
+def own_experts(experts: Tensor, own: slice, config: TransformerConfig) -> Tensor:
+    """Returns the experts of the tokens that this rank's routers see: under sequence parallelism its share of the slice.  The
+    padding has none."""
+    present = experts[own]
+    padded = pad(present, (0, 0, 0, own.stop - own.start - len(present)), value=OWN)
+    if not config.sequence_parallel:
+        return padded
+    return padded.chunk(config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 def tokens_for_heads(*tensors: Tensor) -> list[Tensor]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from rlhub.engines.rollout.hf.cache import (
     read_prompts,
 )
 from rlhub.errors import EngineError, RequestError
+from rlhub.models.routers import recording
 from rlhub.models.vision import ImageReader
 from rlhub.models.vla import policy
 from rlhub.utils.seeding import Purpose, random_bits
@@ -75,8 +77,25 @@ def decode(
 
     reader: of the pictures of requests, if the model reads some.
     """
+    with ExitStack() as stack:
+        routed = stack.enter_context(recording(model)) if params.routed_experts else None
+        return _decode(model, requests, params, limits, reader, routed)
+
+
+Routed = Callable[[], Tensor]
+"""Returns the experts of the tokens of the last forward pass, (tokens, routers * top_k)."""
+
+
+def _decode(
+    model: PreTrainedModel,
+    requests: Sequence[GenerationRequest],
+    params: SamplingParams,
+    limits: DecodeLimits,
+    reader: ImageReader | None,
+    routed: Routed | None,
+) -> list[Completion]:
     device = model.device
-    batch, logits = _prefill(model, requests, params, limits, reader)
+    batch, logits, experts = _prefill(model, requests, params, limits, reader, routed)
     noise = _Noise(requests, device)
     stop_ids = torch.tensor([] if params.ignore_eos else params.stop_token_ids, dtype=torch.long, device=device)
     output = _Output(
@@ -84,6 +103,7 @@ def decode(
         log_probs=torch.zeros(len(requests), int(batch.limits.max()), device=device),
         lengths=torch.zeros(len(requests), dtype=torch.long, device=device),
         stopped=torch.zeros(len(requests), dtype=torch.bool, device=device),
+        prompt_experts=experts,
     )
     for step in range(output.tokens.shape[1]):
         tokens, log_probs = sample_tokens(logits, noise.at(step, batch.ids), params)
@@ -94,6 +114,8 @@ def decode(
         if num_alive < KEEP_FRACTION * len(tokens):
             tokens = _compact(batch, tokens)
         logits = _step(model, batch, tokens)
+        if routed is not None:
+            output.fed.append((batch.ids, routed()))
     return _completions(output, params)
 
 
@@ -122,12 +144,18 @@ class _Batch:
 
 @dataclass(slots=True, kw_only=True)
 class _Output:
-    """The sampled tokens of all requests: tokens and log_probs (requests, columns), lengths and stopped (requests,)."""
+    """The sampled tokens of all requests: tokens and log_probs (requests, columns), lengths and stopped (requests,).
+
+    prompt_experts: of each request, (tokens, routers * top_k); fed: the requests whose tokens went through the model after a step,
+    and their experts.  Both are empty where no experts are recorded.
+    """
 
     tokens: Tensor
     log_probs: Tensor
     lengths: Tensor
     stopped: Tensor
+    prompt_experts: list[Tensor]
+    fed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class _Noise:
@@ -152,8 +180,10 @@ def _prefill(
     params: SamplingParams,
     limits: DecodeLimits,
     reader: ImageReader | None,
-) -> tuple[_Batch, Tensor]:
-    """Reads the distinct prompts and copies them to the rows; returns the batch and the logits (rows, vocabulary)."""
+    routed: Routed | None,
+) -> tuple[_Batch, Tensor, list[Tensor]]:
+    """Reads the distinct prompts and copies them to the rows; returns the batch, the logits (rows, vocabulary), and the experts
+    of each request's prompt."""
     asked = [Prompt(tuple(request.prompt_ids), request.pictures) for request in requests]
     prompts = sorted(set(asked), key=len)
     place = {prompt: i for i, prompt in enumerate(prompts)}
@@ -165,9 +195,13 @@ def _prefill(
     capacity = width + min(int(allowed.max()), FIRST_CAPACITY)
     cache: Cache | None = None
     parts: list[ReadPrompts] = []
+    experts: list[Tensor] = []
     for first, stop in prefill_chunks([len(prompt) for prompt in prompts], limits.max_prefill_tokens):
         read = read_prompts(model, prompts[first:stop], reader)
         parts.append(read)
+        if routed is not None:
+            padded = routed().view(stop - first, len(prompts[stop - 1]), -1)
+            experts += [row[len(row) - len(prompt) :] for row, prompt in zip(padded, prompts[first:stop], strict=True)]
         cache = allocate(read.cache, len(requests), width, capacity) if cache is None else cache
         rows = ((source >= first) & (source < stop)).nonzero()[:, 0]
         fill_rows(cache, read.cache, rows.to(model.device), (source[rows] - first).to(model.device))
@@ -184,7 +218,8 @@ def _prefill(
         limits=allowed.to(device),
         alive=torch.ones(len(requests), dtype=torch.bool, device=device),
     )
-    return batch, torch.cat([read.logits for read in parts])[source.to(device)]
+    of_requests = [experts[place[prompt]] for prompt in asked] if experts else []
+    return batch, torch.cat([read.logits for read in parts])[source.to(device)], of_requests
 
 
 def _record(output: _Output, batch: _Batch, step: int, tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> None:
@@ -243,14 +278,27 @@ def _completions(output: _Output, params: SamplingParams) -> list[Completion]:
     if not bool(output.log_probs[filled].isfinite().all()):
         raise EngineError(NOT_FINITE)
     tokens, log_probs = output.tokens.tolist(), output.log_probs.tolist() if params.log_probs else None
+    experts = _experts(output) if output.prompt_experts else None
     return [
         Completion(
             token_ids=tokens[row][:length],
             log_probs=[] if log_probs is None else log_probs[row][:length],
             finish_reason="stop" if stopped else "length",
+            routed_experts=None if experts is None else experts[row],
         )
         for row, (length, stopped) in enumerate(zip(output.lengths.tolist(), output.stopped.tolist(), strict=True))
     ]
+
+
+def _experts(output: _Output) -> list[Tensor]:
+    """Returns `Completion.routed_experts` of each request.  Rows that have ended may have gone through the model after that."""
+    prompts, lengths = output.prompt_experts, output.lengths.tolist()
+    if not output.fed:
+        return [prompt.cpu() for prompt in prompts]
+    requests, experts = map(torch.cat, zip(*output.fed, strict=True))
+    by_request = torch.split(experts[requests.argsort(stable=True)], requests.bincount(minlength=len(prompts)).tolist())
+    parts = zip(prompts, by_request, lengths, strict=True)
+    return [torch.cat([prompt, own[: length - 1]]).cpu() for prompt, own, length in parts]
 
 
 def token_uniforms(seeds: Iterable[int], firsts: Iterable[int], count: int) -> NDArray[np.float32]:

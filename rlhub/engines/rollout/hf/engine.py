@@ -62,6 +62,7 @@ from rlhub.models.experts import unfused_tensors
 from rlhub.models.hf import policy_loader
 from rlhub.models.lora import add_lora, saved_names
 from rlhub.models.required_weights import load_checked
+from rlhub.models.routers import routers_of
 from rlhub.models.vision import ImageReader, image_reader
 from rlhub.models.vla.policy import complete
 from rlhub.protocol.weights.pieces import Piece, whole_piece
@@ -117,7 +118,7 @@ class HFEngine(SteppedEngine):
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
         self._refuse_unready("generate")
-        self._check(requests, params)
+        self._check(requests, params, routes=self._model is not None and bool(routers_of(self._model)))
         with self._generating():
             return self._generate(requests, params)
 
@@ -151,8 +152,10 @@ class HFEngine(SteppedEngine):
     def _ranks(self) -> bool:
         return self._vla is None
 
-    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams, *, ranks: bool = False) -> None:
-        super()._check(requests, params, ranks=ranks)
+    def _check(
+        self, requests: Sequence[GenerationRequest], params: SamplingParams, *, ranks: bool = False, routes: bool = False
+    ) -> None:
+        super()._check(requests, params, ranks=ranks, routes=routes)
         if self._vla is not None:
             check_actions(requests, params, self._vla)
 
