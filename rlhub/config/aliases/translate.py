@@ -59,6 +59,8 @@ ALIASES = {
     **{f"{_A}policy_loss.{name}": f"{_A}policy_loss.kwargs.{name}" for name in _LOSS_KNOBS},
     **{f"{_A}{name}": f"{_A}policy_loss.kwargs.{name}" for name in _LOSS_KNOBS},
     f"{_A}loss_mode": f"{_A}policy_loss.loss_mode",
+    f"{_A}router_replay.mode": f"{_A}router_replay",
+    f"{_R}enable_rollout_routing_replay": f"{_A}router_replay",
     **{f"engine.{name}": f"fsdp_config.{name}" for name in ("fsdp_size", "param_offload", "optimizer_offload", "model_dtype")},
     **{f"engine.{name}_model_parallel_size": f"megatron.{name}_model_parallel_size" for name in _CUTS},
     "engine.context_parallel_size": "megatron.context_model_parallel_size",
@@ -90,6 +92,8 @@ ALIASES = {
 SPELLINGS = (
     ValueAlias(key=f"{CORRECTION}rollout_is", given=(False,), ours=None),
     ValueAlias(key=f"{CORRECTION}rollout_rs", given=(False,), ours=None),
+    ValueAlias(key=f"{_A}router_replay", given=("R3", True), ours="rollout"),
+    ValueAlias(key=f"{_A}router_replay", given=(False,), ours=AS_DEFAULT),
     ValueAlias(key="*model_dtype", given=("bfloat16",), ours="bf16"),
     ValueAlias(key="*model_dtype", given=("float32",), ours="fp32"),
     ValueAlias(key="*optim.total_training_steps", given=(-1,), ours=None),
@@ -117,6 +121,12 @@ REFUSED_VALUES: tuple[tuple[str, str, str], ...] = (
         f"{_R}remote.urls=[...]",
     ),
     (f"{_R}name", "trtllm", _EXTERNAL_ENGINE),
+    (
+        f"{_A}router_replay",
+        "R2",
+        "the experts of the pass for old log-probs are not recorded; set rollout (R3), which replays the rollout engine's in that "
+        "pass too",
+    ),
     ("trainer.device", "npu", "there are cuda and cpu; leave it unset, or set trainer.device=auto"),
     ("*strategy", "veomni", "no training engine of this version; set fsdp2 or megatron"),
     ("trainer.logger", "file", "metrics.jsonl in the run folder is always written; leave it out"),

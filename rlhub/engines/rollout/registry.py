@@ -86,17 +86,22 @@ MEMORY_SHARE: (rollout or judge section) -> the share of a GPU's memory that the
     only what it needs; without it the engine has no model on the run's GPUs.
 MODEL_PROBLEMS: (content of config.json, *, where: the key of the engine's name) -> sentences on what keeps the engine from
     running a model; it loads no torch.
+RECORDING_PROBLEMS: (rollout section, device) -> sentences on what keeps the engine from telling the experts of its tokens; without
+    it the engine cannot.
 """
 
 PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE = "parallel_service", "most_replicas", "memory_share"
-MODEL_PROBLEMS = "model_problems"
+MODEL_PROBLEMS, RECORDING_PROBLEMS = "model_problems", "recording_problems"
 _CHECKS = "rlhub.engines.rollout.registry"
 _PROCESSES = "rlhub.engines.rollout.vllm.async_engine:AsyncVLLMEngine"
 EXPERTS_ON_VLLM = ("qwen2_moe", "qwen3_moe")
 """Models with experts whose weights vLLM takes under the names that the trainer sends."""
 _VLLM = {MEMORY_SHARE: f"{_CHECKS}:gpu_memory_utilization", MODEL_PROBLEMS: f"{_CHECKS}:vllm_problems"}
 ROLLOUT_ENGINES.add_lazy(
-    "vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"}, companions={PARALLEL_SERVICE: _PROCESSES, **_VLLM}
+    "vllm",
+    "rlhub.engines.rollout.vllm.engine:VLLMEngine",
+    requires={"vllm"},
+    companions={PARALLEL_SERVICE: _PROCESSES, RECORDING_PROBLEMS: f"{_CHECKS}:vllm_recording_problems", **_VLLM},
 )
 ROLLOUT_ENGINES.add_lazy(
     "vllm_async", _PROCESSES, requires={"vllm"}, companions={"problems": f"{_CHECKS}:service_problems", **_VLLM}
@@ -104,7 +109,11 @@ ROLLOUT_ENGINES.add_lazy(
 ROLLOUT_ENGINES.add_lazy(
     "hf",
     "rlhub.engines.rollout.hf.engine:HFEngine",
-    companions={"problems": f"{_CHECKS}:one_device_problems", MEMORY_SHARE: f"{_CHECKS}:no_share"},
+    companions={
+        "problems": f"{_CHECKS}:one_device_problems",
+        MEMORY_SHARE: f"{_CHECKS}:no_share",
+        RECORDING_PROBLEMS: f"{_CHECKS}:no_recording_problems",
+    },
 )
 ROLLOUT_ENGINES.add_lazy(
     "remote",
@@ -213,6 +222,22 @@ def vllm_problems(values: Mapping[str, Any], *, where: str) -> list[str]:
         f"{where}: the model is a {kind} with {count} experts. vLLM fuses experts into a layout of its own, in which new weights "
         f"are known to be right for {known}; set {key}=hf (slower), or have a server of another job generate (name=remote)"
     ]
+
+
+def no_recording_problems(config: RolloutConfig, device: str) -> list[str]:
+    """Returns []: the engine sees the model's routers."""
+    return []
+
+
+def vllm_recording_problems(config: RolloutConfig, device: str) -> list[str]:
+    """Returns the settings with which vLLM does not return the experts of tokens."""
+    if device == "cpu":
+        return [f"vLLM records experts by its second model runner, which needs Triton and so a GPU; set {KEY}.name=hf"]
+    if not config.enable_prefix_caching:
+        return [f"vLLM keeps the experts of tokens with the blocks of its prefix cache; set {KEY}.enable_prefix_caching=true"]
+    if config.tensor_model_parallel_size > 1:
+        return [f"vLLM tells the experts of tokens on an engine's first rank alone; set {KEY}.tensor_model_parallel_size=1"]
+    return []
 
 
 def no_share(config: RolloutConfig | JudgeConfig) -> float:

@@ -15,7 +15,7 @@ from rlhub.config.rules.sources import sources_of
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import MultiTurnConfig, RolloutConfig
 from rlhub.data import AGENT_NAME, has_column, texts_of
-from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, most_replicas, resolve_engine_name
+from rlhub.engines.rollout.registry import RECORDING_PROBLEMS, ROLLOUT_ENGINES, model_problems, most_replicas, resolve_engine_name
 from rlhub.envs.registry import ENVIRONMENTS
 from rlhub.errors import ConfigError
 from rlhub.registry import suggest
@@ -64,7 +64,21 @@ def _engine_problems(config: PPOConfig, *, trains: bool) -> list[str]:
         return []  # nothing generates here, or the name is a problem of its own
     judge = ROLLOUT_ENGINES.companion(name, "problems")
     found: list[str] = judge(rollout, trains=trains) if judge is not None else []
+    found = [*found, *_check_recording(config, name)]
     return [*found, *_check_replicas(rollout), *model_problems(name, config.actor_rollout_ref.model, where=f"{_ROLLOUT}.name")]
+
+
+def _check_recording(config: PPOConfig, name: str) -> list[str]:
+    """Returns the reasons why the engine cannot tell the experts of its tokens, where the trainer replays them."""
+    replay = config.actor_rollout_ref.actor.router_replay
+    if replay == "disabled":
+        return []
+    judge = ROLLOUT_ENGINES.companion(name, RECORDING_PROBLEMS)
+    if judge is None:
+        reasons = [f"{_ROLLOUT}.name={name} does not tell the experts of its tokens; set it to hf, or on GPUs vllm"]
+    else:
+        reasons = judge(config.actor_rollout_ref.rollout, config.trainer.device)
+    return [f"actor_rollout_ref.actor.router_replay={replay}: {reason}" for reason in reasons]
 
 
 def _check_replicas(rollout: RolloutConfig) -> list[str]:
