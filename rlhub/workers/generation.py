@@ -105,7 +105,7 @@ def check_completions(completions: Sequence[Completion], vocab_size: int, with_l
 
 
 def experts_column(requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> Tensor:
-    """Returns the column ROUTED_EXPERTS of completions.  Raises EngineError where it would not have each token but a row's last."""
+    """Returns the column ROUTED_EXPERTS of completions.  Raises EngineError where it would lack more than a row's last token."""
     found = []
     for row, (request, completion) in enumerate(zip(requests, completions, strict=True)):
         experts, count = completion.routed_experts, len(request.prompt_ids) + len(completion.token_ids) - 1

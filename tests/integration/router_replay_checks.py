@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,16 +13,32 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.hf.engine import HFEngine
+from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.training.base import ForwardOutputs, Rows
 from rlhub.engines.training.megatron.engine import MegatronEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.packing import needed_tokens
 from rlhub.models.routers import RouterReplay, recording, routers_of
-from rlhub.protocol.columns import jagged, take_rows
+from rlhub.protocol.columns import dense_rows, jagged, take_rows
 from rlhub.protocol.sequences import ROUTED_EXPERTS
-from tests.integration.fsdp_checks import OUTPUTS, loss_for, make_rows, plain_model, plain_outputs
-from tests.integration.megatron_checks import distance, fsdp_gradients, gradients, load_of_rows, make_engine, named, on_first_ranks
+from rlhub.workers.generation import experts_column, pad_completions, training_columns
+from tests.integration.fsdp_checks import OUTPUTS, TEMPERATURE, loss_for, make_rows, plain_model, plain_outputs
+from tests.integration.megatron_checks import (
+    CPU,
+    distance,
+    fsdp_gradients,
+    gradients,
+    load_of_rows,
+    make_engine,
+    named,
+    on_first_ranks,
+)
 
+PROMPT, RESPONSE = 12, 16
 SHORT = 2
 """The row whose record ends three tokens early; behind it routers choose."""
 
@@ -53,8 +70,7 @@ def told(model: Any, experts: Sequence[Tensor]) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for number, router in enumerate(routers_of(model)):
-            replaced = lambda hidden, n=number, r=router, left=iter(experts): forward(n, r, left, hidden)  # noqa: E731
-            stack.enter_context(mock.patch.object(router, "forward", replaced))
+            stack.enter_context(mock.patch.object(router, "forward", partial(forward, number, router, iter(experts))))
         yield
 
 
@@ -72,10 +88,9 @@ def other_in_backward(chosen: Any) -> Any:
 def agreement(path: str, case: dict[str, Any]) -> dict[str, Any]:
     """case: backend, layout, model, micro, uneven; given: "random" experts, the router's "own" ones against a loop that is told
     nothing, or "shuffled": random ones, in another order than the plain loop's; damage: see other_in_backward."""
+    changes = {name: case.get(name, {}) for name in ("model", "layout")}
     micro = MicroBatchConfig(**case.get("micro", {"max_tokens": 20}))
-    built = make_engine(
-        path, "policy", case.get("backend", "megatron"), model=case.get("model", {}), layout=case.get("layout", {}), micro_batch=micro
-    )
+    built = make_engine(path, "policy", case.get("backend", "megatron"), micro_batch=micro, **changes)
     rows, model, given = make_rows(), plain_model(path, "policy", torch.float32), case.get("given", "random")
     experts = own_experts(model, rows) if given == "own" else experts_of_rows(model, rows)
     recorded = shuffled(experts) if given == "shuffled" else experts
@@ -128,3 +143,52 @@ def own_experts(model: Any, rows: Rows) -> list[Tensor]:
             model(ids[mask][None], use_cache=False)
             found.append(routed()[:-1].long().view(int(mask.sum()) - 1, len(routers_of(model)), -1))
     return found
+
+
+@on_first_ranks
+def rollout(path: str, dtype: str) -> dict[str, float]:
+    """Samples of the hf engine beside the fsdp2 engine in float32: the largest difference of log-probs without replay, with it,
+    and with the experts of other tokens; different: choices that are not those of the plain model's pass over the whole row."""
+    setup = RolloutSetup(
+        config=RolloutConfig(name="hf", dtype=dtype, temperature=TEMPERATURE),  # type: ignore[arg-type]
+        model=ModelConfig(path=path),
+        device=CPU,
+        seed=0,
+        max_prompt_length=PROMPT,
+        max_response_length=RESPONSE,
+        load_checkpoint=True,
+    )
+    engine = HFEngine(setup)
+    engine.initialize()
+    given = [torch.arange(3, 3 + length).roll(length % 3).tolist() for length in (2, 7, 5, 12, 9, 4, 12, 6)]
+    requests = [GenerationRequest(prompt_ids=ids, seed=7 * row + n) for row, ids in enumerate(given) for n in range(2)]
+    params = SamplingParams(max_new_tokens=RESPONSE, temperature=TEMPERATURE, stop_token_ids=(2, 5, 9, 11), routed_experts=True)
+    written = engine.generate(requests, params)
+    assert len({len(one.token_ids) for one in written}) > 3, "rows end one by one, and the batch is compacted"
+    rows = rows_of(requests, written)
+    trained = make_engine(path, "policy", "fsdp", optim=None)
+
+    def difference(column: Tensor | None) -> float:
+        more = {} if column is None else {ROUTED_EXPERTS: column}
+        found = trained.infer(rows | more, outputs=("log_probs",))["log_probs"]
+        return largest(found * rows["response_mask"], rows["rollout_log_probs"])
+
+    own = column_of(own_experts(plain_model(path, "policy", torch.float32), rows))
+    recorded = experts_column(requests, written)
+    values, lengths = dense_rows(recorded)
+    others = torch.cat([part.roll(1, 0) for part in torch.split(values, lengths.tolist())])
+    return {
+        "off": difference(None),
+        "on": difference(recorded),
+        "shuffled": difference(jagged(others, lengths)),
+        "different": float((dense_rows(own)[0] != values).sum()),
+    }
+
+
+def rows_of(requests: Sequence[GenerationRequest], written: Sequence[Completion]) -> dict[str, Tensor]:
+    """The training columns of completions."""
+    ids = torch.stack([torch.tensor([0] * (PROMPT - len(one.prompt_ids)) + list(one.prompt_ids)) for one in requests])
+    lengths = torch.tensor([len(one.prompt_ids) for one in requests])
+    mask = (torch.arange(PROMPT) >= PROMPT - lengths[:, None]).long()
+    padded = pad_completions(written, pad_id=0, with_log_probs=True, widest=lambda width: width)
+    return training_columns(ids, mask, padded, 1)

@@ -124,8 +124,7 @@ REFUSED_VALUES: tuple[tuple[str, str, str], ...] = (
     (
         f"{_A}router_replay",
         "R2",
-        "the experts of the pass for old log-probs are not recorded; set rollout (R3), which replays the rollout engine's in that "
-        "pass too",
+        "the experts of the pass for old log-probs are not recorded; set rollout (R3), which replays the rollout's there, too",
     ),
     ("trainer.device", "npu", "there are cuda and cpu; leave it unset, or set trainer.device=auto"),
     ("*strategy", "veomni", "no training engine of this version; set fsdp2 or megatron"),

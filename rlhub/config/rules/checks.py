@@ -331,7 +331,7 @@ def _check_replay(config: PPOConfig) -> list[str]:
         f"{_ROLLOUT}.mode={parts.rollout.mode}: episodes of single requests bring no experts of their tokens; set mode=sync": (
             parts.rollout.mode != asynchronous.SYNC
         ),
-        "actor_rollout_ref.model.vla or env.name: calls of a policy of actions bring no experts of their tokens; leave them out": (
+        "actor_rollout_ref.model.vla or env.name: calls of a policy of actions bring no experts of tokens; leave them out": (
             bool(parts.model.vla or config.env.name)
         ),
         f"trainer.replay_from={trainer.replay_from}: recorded batches train without their engine; set it to null": (

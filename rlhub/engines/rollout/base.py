@@ -62,8 +62,8 @@ class Shaping:
 class SamplingParams:
     """The settings of sampling.  Temperature 0 is greedy; top_k -1 and top_p 1.0 are off.
 
-    routed_experts: the completion comes with the experts that its tokens were sent to; for whole batches (`generate`) of an engine
-    and a model whose choices can be recorded.
+    routed_experts: the completion comes with the experts that its tokens were sent to; for whole batches (`generate`), of engines
+    and models whose choices can be recorded.
     top_log_probs: with each token come so many of the likeliest in its place.  prompt_log_probs: the prompt's tokens have
     log-probs too, with as many of the likeliest.  Neither changes what is sampled; both are for single requests (`agenerate`).
     """
@@ -148,8 +148,8 @@ class Completion(SampledTokens):
 
     finish_reason: "abort" means that `abort` ended the request, with the tokens so far.
     value: the return that the policy itself predicts before the first token; None without a value head.
-    routed_experts: (tokens, routers * top_k) uint8 or int16, the experts of each token of prompt and completion but the last, which
-        went through no layer; None unless SamplingParams.routed_experts is set.
+    routed_experts: (tokens, routers * top_k) uint8 or int16, the experts of each token of prompt and completion but the last,
+        which went through no layer; None unless SamplingParams.routed_experts is set.
     """
 
     finish_reason: FinishReason

@@ -86,8 +86,8 @@ MEMORY_SHARE: (rollout or judge section) -> the share of a GPU's memory that the
     only what it needs; without it the engine has no model on the run's GPUs.
 MODEL_PROBLEMS: (content of config.json, *, where: the key of the engine's name) -> sentences on what keeps the engine from
     running a model; it loads no torch.
-RECORDING_PROBLEMS: (rollout section, device) -> sentences on what keeps the engine from telling the experts of its tokens; without
-    it the engine cannot.
+RECORDING_PROBLEMS: (rollout section, device) -> sentences on what keeps the engine from telling the experts of its tokens;
+    without it the engine cannot.
 """
 
 PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE = "parallel_service", "most_replicas", "memory_share"

@@ -115,9 +115,7 @@ class MegatronLM(GPTModel):  # type: ignore[misc]
             weight = self.output_layer.weight
         return weight
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, packing: AttentionPlan, experts: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, packing: AttentionPlan, experts: Tensor | None = None) -> Tensor:
         """Computes hidden states of input_ids and position_ids, both (1, tokens).
 
         The last piece returns (tokens, hidden) for all `own_tokens` on every tensor-parallel rank, to be multiplied with this
@@ -125,16 +123,17 @@ class MegatronLM(GPTModel):  # type: ignore[misc]
         this is the rank's share.
 
         packing: the places of the rows in the tokens.
-        experts: (tokens, routers * top_k), the experts that tokens are sent to (see RouterReplay); None: those that routers choose.
+        experts: (tokens, routers * top_k), those that tokens are sent to (see RouterReplay); None: those that routers choose.
         """
         own = self.own_tokens(packing)
         ids, positions = cut_padded(input_ids, own), cut_padded(position_ids, own)
+        sent = None if experts is None else own_experts(experts, own, self.config)
         angles = positions[0, :, None].float() * self.rotary_frequencies
         hidden = self.decoder(
             hidden_states=self.embedding(input_ids=ids, position_ids=positions) if self.pre_process else None,
             attention_mask=None,
             rotary_pos_emb=torch.cat((angles, angles), -1)[:, None, None],
-            packed_seq_params=PackedRows(plan=packing, experts=None if experts is None else own_experts(experts, own, self.config)),
+            packed_seq_params=PackedRows(plan=packing, experts=sent),
         )
         return self._complete(hidden)[: max(packing.num_tokens - own.start, 0), 0] if self.post_process else hidden
 
@@ -288,7 +287,8 @@ def own_experts(experts: Tensor, own: slice, config: TransformerConfig) -> Tenso
     padded = pad(present, (0, 0, 0, own.stop - own.start - len(present)), value=OWN)
     if not config.sequence_parallel:
         return padded
-    return padded.chunk(config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
+    share: Tensor = padded.chunk(config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
+    return share
 
 
 def tokens_for_heads(*tensors: Tensor) -> list[Tensor]:

@@ -146,8 +146,8 @@ class _Batch:
 class _Output:
     """The sampled tokens of all requests: tokens and log_probs (requests, columns), lengths and stopped (requests,).
 
-    prompt_experts: of each request, (tokens, routers * top_k); fed: the requests whose tokens went through the model after a step,
-    and their experts.  Both are empty where no experts are recorded.
+    prompt_experts: of each request, (tokens, routers * top_k); fed: the requests whose tokens went through the model after a
+    step, and their experts.  Both are empty where no experts are recorded.
     """
 
     tokens: Tensor

@@ -75,9 +75,7 @@ def _seed(request: GenerationRequest) -> int:
     return int(random_bits(request.seed, Purpose.CONTINUATION, request.start)[0]) >> SURPLUS_SEED_BITS
 
 
-def completion_of(
-    output: RequestOutput, params: SamplingParams, version: int, expert_layers: Sequence[int] = ()
-) -> Completion:
+def completion_of(output: RequestOutput, params: SamplingParams, version: int, expert_layers: Sequence[int] = ()) -> Completion:
     """Returns a whole completion whose tokens were all sampled by the policy of this version.  expert_layers: the layers with
     experts."""
     made = Completion(token_ids=[], log_probs=[], finish_reason=finish_reason_of(output.outputs[0]))
