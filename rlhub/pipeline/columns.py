@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Dim = Literal["rows", "prompt", "response", "sequence", "chunk", "action", "pixel"]
+Dim = Literal["rows", "prompt", "response", "sequence", "chunk", "action", "pixel", "choice"]
 """rows: samples, or pairs.  prompt, response, sequence: tokens, padded on the left, on the right, and both.  chunk, action: the
-chunks of actions of a robot's episode, and the actions of one.  pixel: the colours of pictures."""
+chunks of actions of a robot's episode, and the actions of one.  pixel: the colours of pictures.  choice: the experts of a token,
+of all layers."""
 DIMS: tuple[str, ...] = get_args(Dim)
 DTYPES = ("float32", "float64", "bfloat16", "int32", "int64", "uint8", "bool", "object")
 

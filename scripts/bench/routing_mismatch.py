@@ -46,7 +46,7 @@ from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.megatron.engine import MegatronEngine
 from rlhub.engines.training.packing import needed_tokens
-from rlhub.models.routers import routers_of
+from rlhub.models.experts import routers_of
 from rlhub.protocol.columns import dense_rows, jagged
 from rlhub.protocol.sequences import ROUTED_EXPERTS
 from rlhub.workers.generation import experts_column, pad_completions, training_columns

@@ -22,7 +22,7 @@ from rlhub.engines.training.base import ForwardOutputs, Rows
 from rlhub.engines.training.megatron.engine import MegatronEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.packing import needed_tokens
-from rlhub.models.routers import RouterReplay, recording, routers_of
+from rlhub.models.experts import RouterReplay, recording, routers_of
 from rlhub.protocol.columns import dense_rows, jagged, take_rows
 from rlhub.protocol.sequences import ROUTED_EXPERTS
 from rlhub.workers.generation import experts_column, pad_completions, training_columns

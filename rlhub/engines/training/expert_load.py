@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhub.models.routers import routers_of
+from rlhub.models.experts import routers_of
 from rlhub.models.shape import NUM_EXPERTS
 
 

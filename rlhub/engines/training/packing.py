@@ -24,9 +24,9 @@ from rlhub.engines.training.base import Rows
 from rlhub.engines.training.prefixes import Forest, plan_forest, sort_rows
 from rlhub.errors import EngineError
 from rlhub.models.device_copies import to_device
+from rlhub.models.experts import OWN
 from rlhub.models.packed_attention import AttentionPlan, plan_attention
 from rlhub.models.prefix_attention import PrefixPlan
-from rlhub.models.routers import OWN
 from rlhub.models.shape import ModelKind
 from rlhub.models.vision import ImageInputs, ImageReader
 from rlhub.models.vla.flow import FLOW_COLUMNS, FlowInputs, flow_inputs

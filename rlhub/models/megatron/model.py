@@ -10,6 +10,7 @@ slices of the packed line without regard to rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,19 +29,20 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay as MegatronReplay
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm
 from transformers import PreTrainedConfig
 
 from rlhub.errors import EngineError
+from rlhub.models.experts import OWN, RouterReplay
 from rlhub.models.hf import ModelKind
 from rlhub.models.megatron.transformer_config import rotary_frequencies
 from rlhub.models.packed_attention import AttentionPlan, attend_packed
-from rlhub.models.routers import OWN
 
 
 @dataclass(slots=True, kw_only=True)
@@ -289,6 +291,49 @@ def own_experts(experts: Tensor, own: slice, config: TransformerConfig) -> Tenso
         return padded
     share: Tensor = padded.chunk(config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
     return share
+
+
+def replay_in(chunks: Sequence[nn.Module], config: TransformerConfig) -> None:
+    """Makes the routers of this rank's pieces of a model take the experts that its forward pass is given.
+
+    A layer takes the experts of a pass from the plan that it is called with, again where it is computed again in a backward pass,
+    which in a pipeline comes after the forward passes of other micro-batches.
+    """
+    if not config.num_moe_experts:
+        return
+    replay = RouterReplay(sum(config.moe_layer_freq))
+
+    def load(layer: nn.Module, args: Any, options: dict[str, Any]) -> None:
+        replay.load(options["packed_seq_params"].experts)
+
+    for layer in [module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)]:
+        for router in [module for module in layer.modules() if isinstance(module, TopKRouter)]:
+            router.router_replay = ReplayedTopK(replay, sum(config.moe_layer_freq[: layer.layer_number - 1]))
+            layer.register_forward_pre_hook(load, with_kwargs=True)
+
+
+class ReplayedTopK(MegatronReplay):  # type: ignore[misc]
+    """Stands in the place where Megatron's router asks for a replay instead of its own top-k.
+
+    Megatron's own class keeps every router of the process in one list, and takes micro-batches in the order of their forward
+    passes alone.
+    """
+
+    def __init__(self, replay: RouterReplay, number: int) -> None:
+        self._replay, self._number = replay, number
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (scores, experts), (tokens, topk) each."""
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        chosen = self._replay.chosen(self._number, own)
+        return (values, own) if chosen is None else (scores.gather(1, chosen), chosen)
 
 
 def tokens_for_heads(*tensors: Tensor) -> list[Tensor]:

@@ -42,7 +42,6 @@ from rlhub.models.shape import (
     read_model_shape,
     read_model_values,
     reward_problem,
-    routing_problems,
 )
 from rlhub.pipeline.load import problems_of, supervised_graph
 from rlhub.registry import Registry, knobs_for
@@ -347,10 +346,6 @@ def check_models(config: PPOConfig) -> list[str]:
     if config.actor_rollout_ref.actor.prefix_packing:
         reasons = prefix_problems(read_model_values(str(model.path)), model.override_config)
         problems += [f"{_ACTOR}.prefix_packing=true: {reason}; set it to false" for reason in reasons]
-    if config.actor_rollout_ref.actor.router_replay != "disabled":
-        values = read_model_values(str(model.path), model.override_config)
-        key = f"{_ACTOR}.router_replay={config.actor_rollout_ref.actor.router_replay}"
-        problems += [f"{key}: {reason}; set it to disabled" for reason in routing_problems(values)]
     size, heads = rollout.tensor_model_parallel_size, shape.num_heads
     if heads % size:
         arithmetic = f"{heads} = {heads // size} x {size} + {heads % size}"

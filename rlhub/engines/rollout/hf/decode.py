@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +29,7 @@ from rlhub.engines.rollout.hf.cache import (
     Prompt,
     ReadPrompts,
     allocate,
+    experts_of_rows,
     fill_rows,
     keep_rows,
     key_mask,
@@ -37,7 +37,6 @@ from rlhub.engines.rollout.hf.cache import (
     read_prompts,
 )
 from rlhub.errors import EngineError, RequestError
-from rlhub.models.routers import recording
 from rlhub.models.vision import ImageReader
 from rlhub.models.vla import policy
 from rlhub.utils.seeding import Purpose, random_bits
@@ -65,6 +64,9 @@ class DecodeLimits:
     max_prefill_tokens: int
 
 
+Routed = Callable[[], Tensor]
+
+
 @torch.inference_mode()
 def decode(
     model: PreTrainedModel,
@@ -72,28 +74,13 @@ def decode(
     params: SamplingParams,
     limits: DecodeLimits,
     reader: ImageReader | None = None,
+    routed: Routed | None = None,
 ) -> list[Completion]:
     """Generates the completions of one batch, in the order of the requests.  Leaves `versions` empty.
 
-    reader: of the pictures of requests, if the model reads some.
+    reader: of the pictures of requests, if the model reads some.  routed: returns the experts of the tokens of the last forward
+    pass, (tokens, routers * top_k), which completions then have.
     """
-    with ExitStack() as stack:
-        routed = stack.enter_context(recording(model)) if params.routed_experts else None
-        return _decode(model, requests, params, limits, reader, routed)
-
-
-Routed = Callable[[], Tensor]
-"""Returns the experts of the tokens of the last forward pass, (tokens, routers * top_k)."""
-
-
-def _decode(
-    model: PreTrainedModel,
-    requests: Sequence[GenerationRequest],
-    params: SamplingParams,
-    limits: DecodeLimits,
-    reader: ImageReader | None,
-    routed: Routed | None,
-) -> list[Completion]:
     device = model.device
     batch, logits, experts = _prefill(model, requests, params, limits, reader, routed)
     noise = _Noise(requests, device)
@@ -278,7 +265,7 @@ def _completions(output: _Output, params: SamplingParams) -> list[Completion]:
     if not bool(output.log_probs[filled].isfinite().all()):
         raise EngineError(NOT_FINITE)
     tokens, log_probs = output.tokens.tolist(), output.log_probs.tolist() if params.log_probs else None
-    experts = _experts(output) if output.prompt_experts else None
+    experts = experts_of_rows(output.prompt_experts, output.fed, output.lengths) if output.prompt_experts else None
     return [
         Completion(
             token_ids=tokens[row][:length],
@@ -288,17 +275,6 @@ def _completions(output: _Output, params: SamplingParams) -> list[Completion]:
         )
         for row, (length, stopped) in enumerate(zip(output.lengths.tolist(), output.stopped.tolist(), strict=True))
     ]
-
-
-def _experts(output: _Output) -> list[Tensor]:
-    """Returns `Completion.routed_experts` of each request.  Rows that have ended may have gone through the model after that."""
-    prompts, lengths = output.prompt_experts, output.lengths.tolist()
-    if not output.fed:
-        return [prompt.cpu() for prompt in prompts]
-    requests, experts = map(torch.cat, zip(*output.fed, strict=True))
-    by_request = torch.split(experts[requests.argsort(stable=True)], requests.bincount(minlength=len(prompts)).tolist())
-    parts = zip(prompts, by_request, lengths, strict=True)
-    return [torch.cat([prompt, own[: length - 1]]).cpu() for prompt, own, length in parts]
 
 
 def token_uniforms(seeds: Iterable[int], firsts: Iterable[int], count: int) -> NDArray[np.float32]:

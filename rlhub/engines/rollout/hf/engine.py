@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -58,11 +58,10 @@ from rlhub.engines.rollout.hf.decode import (
 )
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError
-from rlhub.models.experts import unfused_tensors
+from rlhub.models.experts import recording, routers_of, unfused_tensors
 from rlhub.models.hf import policy_loader
 from rlhub.models.lora import add_lora, saved_names
 from rlhub.models.required_weights import load_checked
-from rlhub.models.routers import routers_of
 from rlhub.models.vision import ImageReader, image_reader
 from rlhub.models.vla.policy import complete
 from rlhub.protocol.weights.pieces import Piece, whole_piece
@@ -134,7 +133,8 @@ class HFEngine(SteppedEngine):
             if vla is not None:
                 batch = decode_actions(self._model, vla, chosen, params)
             else:
-                batch = decode(self._model, chosen, params, limits, self._reader)
+                with recording(self._model) if params.routed_experts else nullcontext() as routed:
+                    batch = decode(self._model, chosen, params, limits, self._reader, routed)
             for index, completion in zip(indices, batch, strict=True):
                 completion.versions = [self.version] * len(completion.token_ids)
                 completions[index] = completion

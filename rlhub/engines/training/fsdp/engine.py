@@ -52,10 +52,10 @@ from rlhub.engines.training.packing import (
 )
 from rlhub.engines.training.prefixes import cut_sorted, sort_rows
 from rlhub.errors import EngineError
+from rlhub.models.experts import RouterReplay, replay_in
 from rlhub.models.hf import ModelKind
 from rlhub.models.lora import lora_layers, lora_names, saved_config, saved_names, set_adapters
 from rlhub.models.packed_attention import use_flash_attention_3
-from rlhub.models.routers import RouterReplay, replay_in
 from rlhub.models.vision import ImageReader, image_reader
 from rlhub.protocol.weights.pieces import Piece
 
@@ -211,6 +211,10 @@ class FSDPEngine(TrainEngine):
     def _forward(self, inputs: ModelInputs, wanted: frozenset[str]) -> ForwardOutputs:
         if self.replay is not None:
             self.replay.load(inputs.experts)
+        elif inputs.experts is not None:
+            raise EngineError(
+                f"the routers of {self.model_config.path} take no recorded experts: set actor.router_replay=disabled"
+            )
         values: dict[str, Tensor] = self.root(inputs, wanted)
         return ForwardOutputs(**{name: inputs.spread(value) for name, value in values.items()})
 

@@ -5,7 +5,7 @@ import torch
 
 from rlhub.engines.training.packing import model_inputs, row_inputs
 from rlhub.errors import EngineError
-from rlhub.models.routers import OWN
+from rlhub.models.experts import OWN
 from rlhub.protocol.columns import jagged
 from rlhub.protocol.sequences import ROUTED_EXPERTS
 
