@@ -5,7 +5,7 @@ tokenizer         the tokenizer, and the token ids that a model can write
 hf                Hugging Face models for training, and the files saved with their weights
 weight_files      the safetensors files of a model folder, by their headers
 required_weights  the weights that a loaded model must have
-experts           the weights of a mixture of experts under checkpoint names
+experts           a mixture of experts: its weights under checkpoint names, and its routers' choices
 lora              low-rank adapters
 packed_attention  causal attention over packed rows
 prefix_attention  attention over rows that share prefixes

@@ -31,6 +31,8 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The names that configurations use for the number of a layer's experts."""
 
 
+ROUTED = ("qwen2_moe", "qwen3_moe")
+"""Models whose routers weigh experts by the softmax over all of them, at the chosen ones."""
 PREFIX_LAYERS = ("full_attention", "sliding_attention")
 """The kinds of layers in which a token's output depends on the tokens before it in its row by attention alone."""
 STATES = (
@@ -210,6 +212,24 @@ def read_labels(folder: Path) -> tuple[list[str], int]:
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     labels = values.get("id2label")
     return list(values.get("architectures") or ()), len(labels) if labels else int(values.get("num_labels", DEFAULT_LABELS))
+
+
+def routing_problems(values: Mapping[str, Any]) -> list[str]:
+    """Returns why the experts of a model's tokens cannot be recorded and replayed; [] where they can.  values: the content of its
+    config.json."""
+    if values.get("vision_config"):
+        return ["the model reads images, whose rows bring no experts of their tokens"]
+    if not any(values.get(name) for name in NUM_EXPERTS):
+        return [f"the model is a {values.get('model_type')} without experts, so there is no routing to replay"]
+    if values.get("model_type") not in ROUTED:
+        return [f"the routers of a {values.get('model_type')} are not known ({' and '.join(ROUTED)} are)"]
+    return []
+
+
+def expert_layers(values: Mapping[str, Any]) -> list[int]:
+    """Returns the numbers of the layers with experts, by the names of Qwen's configurations."""
+    dense, step = values.get("mlp_only_layers") or (), int(values.get("decoder_sparse_step") or 1)
+    return [layer for layer in range(int(values["num_hidden_layers"])) if layer not in dense and (layer + 1) % step == 0]
 
 
 def prefix_problems(values: Mapping[str, Any], override_config: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ PICTURES = "pixel_values? images?"
 FIELDS = "data_source? ground_truth? extra_info?"
 ROWS = "uid ordinal? sample_index episode_id? prompt_length? response_length"
 CALLS = "episode? call? terminated? next_values?"
-SAMPLED = f"{TOKENS} {PICTURES} prompts? responses response_mask finish_reason {ROWS} {FIELDS} {CALLS} " + (
+SAMPLED = f"{TOKENS} {PICTURES} routed_experts? prompts? responses response_mask finish_reason {ROWS} {FIELDS} {CALLS} " + (
     "rollout_log_probs policy_version? given_rewards? added_rewards? tool_rewards? estimator?"
 )
 TEXT = f"{TOKENS} responses response_mask {ROWS} {FIELDS}"
@@ -35,7 +35,7 @@ VALUE = f"{TOKENS} learn_mask critic_mini_batch values returns"
 CORRECTION = "sample_index learn_mask advantages old_log_probs? rollout_log_probs"
 SELECTION = f"{CORRECTION} loss_mask? mini_batch step"
 POLICY = (
-    f"{TOKENS} {PICTURES} mini_batch advantages learn_mask loss_mask? importance_weights? selected? "
+    f"{TOKENS} {PICTURES} routed_experts? mini_batch advantages learn_mask loss_mask? importance_weights? selected? "
     "old_log_probs? rollout_log_probs ref_log_prob? policy_version?"
 )
 
@@ -60,7 +60,7 @@ def ppo(config: Any, needs: Needs) -> Pipeline:
     step.add("balance", reads=f"step {ROWS}", writes=PLACES, gathers="response_length sample_index")
 
     predicted = ["old_log_probs sum_pi_squared?", "values" if needs.own_values else ""]
-    step.add("compute_log_prob", on="actor", reads=DEALT, writes=predicted, when=needs.old_log_probs)
+    step.add("compute_log_prob", on="actor", reads=f"{DEALT} routed_experts?", writes=predicted, when=needs.old_log_probs)
     step.add("compute_ref_log_prob", on="reference", reads=DEALT, writes="ref_log_prob", when=needs.reference)
     step.add("compute_values", on="critic", reads=DEALT, writes="values", when=needs.values)
     step.add("compute_advantages", on="actor", reads=[SCORED, PREDICTED], writes="advantages returns learn_mask")

@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Dim = Literal["rows", "prompt", "response", "sequence", "chunk", "action", "pixel"]
+Dim = Literal["rows", "prompt", "response", "sequence", "chunk", "action", "pixel", "choice"]
 """rows: samples, or pairs.  prompt, response, sequence: tokens, padded on the left, on the right, and both.  chunk, action: the
-chunks of actions of a robot's episode, and the actions of one.  pixel: the colours of pictures."""
+chunks of actions of a robot's episode, and the actions of one.  pixel: the colours of pictures.  choice: the experts of a token,
+of all layers."""
 DIMS: tuple[str, ...] = get_args(Dim)
 DTYPES = ("float32", "float64", "bfloat16", "int32", "int64", "uint8", "bool", "object")
 
@@ -128,6 +129,7 @@ input_ids           int64(rows sequence)     sample               prompt and res
 attention_mask      int64(rows sequence)     sample               1 on the tokens of input_ids that are no padding
 response_mask       bool(rows response)      sample               the tokens of the response that the model wrote
 rollout_log_probs   float32(rows response)   sample               log-probs of the sampled tokens by the rollout engine
+routed_experts      uint8(rows sequence choice) sample             the experts of each token but the last, of all layers
 policy_version      int32(rows response)     sample               the version of the policy that wrote each token
 given_rewards       float32(rows response)   sample               the rewards that the workflow gave, each on its token
 added_rewards       float32(rows response)   sample               the rewards that tools gave, each on its token

@@ -18,6 +18,9 @@ PROMPTS, RESPONSES = "prompts", "responses"
 INPUT_IDS, ATTENTION_MASK = "input_ids", "attention_mask"
 IMAGES = "images"
 """The column of the pictures of prompts: jagged uint8 (rows, bytes), the image files of a row by `pack_files`."""
+ROUTED_EXPERTS = "routed_experts"
+"""The column of the experts that the rollout engine has sent tokens to: jagged (rows, tokens, routers * top_k) of uint8, int16
+for more than 256 experts.  A row has its prompt's tokens and all of its response but the last, which went through no layer."""
 SIZE = struct.Struct("<I")  # of a file in front of its bytes
 MASKS = ("response_mask", "learn_mask", "loss_mask", "selected")
 VERSIONS = ("policy_version", "staleness")

@@ -18,6 +18,7 @@ from rlhub.engines.rollout.base import FINISH_CODES, Completion, GenerationReque
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError
 from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
+from rlhub.protocol.columns import jagged
 from rlhub.protocol.sequences import images_of
 from rlhub.utils import faults
 from rlhub.utils.seeding import sample_seeds
@@ -54,6 +55,7 @@ def rollout_setup(
         tp_rank=tp_rank,
         load_checkpoint=load_checkpoint,
         structured=config.rollout.agent.has_frozen_roles,
+        routed_experts=config.actor.router_replay == "rollout",
     )
 
 
@@ -100,6 +102,20 @@ def check_completions(completions: Sequence[Completion], vocab_size: int, with_l
         raise EngineError(f"the rollout engine returned token id {int(bad)}, outside the vocabulary of {vocab_size}")
     if with_log_probs and not all(np.isfinite(np.asarray(c.log_probs)).all() for c in completions):
         raise EngineError("the rollout engine returned a log-prob that is not finite; check dtype and sampling settings")
+
+
+def experts_column(requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> Tensor:
+    """Returns the column ROUTED_EXPERTS of completions.  Raises EngineError where it would lack more than a row's last token."""
+    found = []
+    for row, (request, completion) in enumerate(zip(requests, completions, strict=True)):
+        experts, count = completion.routed_experts, len(request.prompt_ids) + len(completion.token_ids) - 1
+        if experts is None or len(experts) != count:
+            raise EngineError(
+                f"completion {row} has the experts of {0 if experts is None else len(experts)} tokens where {count} went through "
+                "the model; the rollout engine must return those of each (actor.router_replay=rollout)"
+            )
+        found.append(experts)
+    return jagged(torch.cat(found), torch.tensor([len(experts) for experts in found]))
 
 
 @dataclass(slots=True, kw_only=True)

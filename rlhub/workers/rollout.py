@@ -26,7 +26,7 @@ from rlhub.envs.vector.manager import EnvManagerOptions
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.models.vla.policy import PIXEL_VALUES
 from rlhub.protocol import DataProto
-from rlhub.protocol.sequences import IMAGES, repeat_rows
+from rlhub.protocol.sequences import IMAGES, ROUTED_EXPERTS, repeat_rows
 from rlhub.rewards.pool import RewardFunction
 from rlhub.rewards.rows import BackgroundScorer, Decoder, PackedOutcomes
 from rlhub.rewards.srpo import episode_encoder
@@ -36,6 +36,7 @@ from rlhub.single_controller import AsyncActorOptions, Dispatch, Worker, make_nd
 from rlhub.single_controller.dispatch import collect_list
 from rlhub.workers.generation import (
     check_completions,
+    experts_column,
     generation_requests,
     pad_completions,
     rollout_setup,
@@ -102,6 +103,7 @@ class RolloutPart(ScoringPart):
         if self.reward is not None and tp_rank == 0:
             self._init_scoring(self.reward, tokenizer, self.config.rollout.tensor_model_parallel_size)
         setup = rollout_setup(self.config, self.runtime, self.device, dp_rank=dp_rank, tp_rank=tp_rank)
+        self.records_experts = setup.routed_experts
         self.rollout = build_rollout_engine(setup)
         self.closing.callback(self.rollout.shutdown)
         self.rollout.initialize()
@@ -124,7 +126,7 @@ class RolloutPart(ScoringPart):
     @register(dispatch_mode=ROLLOUT, deadline="generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generates meta_info["n"] samples per prompt, neighbours in prompt order, as training columns, with the images of a
-        policy that reads them (pixel_values, images)."""
+        policy that reads them (pixel_values, images), and the experts of their tokens where the trainer replays them."""
         self._wake_rollout()
         meta, columns = prompts.meta_info, prompts.batch
         requests = generation_requests(
@@ -136,7 +138,8 @@ class RolloutPart(ScoringPart):
             images=columns.get(PIXEL_VALUES),
             pictures=columns.get(IMAGES),
         )
-        completions = self.rollout.generate(requests, self._sampling(meta))
+        sampling = dataclasses.replace(self._sampling(meta), routed_experts=self.records_experts and meta["log_probs"])
+        completions = self.rollout.generate(requests, sampling)
         spoil_log_probs(completions, self.rank)
         check_completions(completions, self.vocabulary.size, meta["log_probs"])
         padded = pad_completions(
@@ -147,6 +150,8 @@ class RolloutPart(ScoringPart):
             rows[PIXEL_VALUES] = columns[PIXEL_VALUES].repeat_interleave(meta["n"], 0)
         if IMAGES in columns.keys():
             rows[IMAGES] = repeat_rows(columns[IMAGES], meta["n"])
+        if sampling.routed_experts and completions:
+            rows[ROUTED_EXPERTS] = experts_column(requests, completions)
         return DataProto.from_dict(tensors=rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")

@@ -154,7 +154,7 @@ def test_after_an_error_inside_a_step_the_engine_generates_no_more(job: list[dic
         assert "built again" in case["failure"]["answer"], name
 
 
-@pytest.mark.parametrize(("file", "count"), [("vllm_experts_checks.py", 7), ("vllm_fp8_checks.py", 16)])
+@pytest.mark.parametrize(("file", "count"), [("vllm_experts_checks.py", 9), ("vllm_fp8_checks.py", 16)])
 def test_vllms_own_layouts_are_written_and_read_back_on_every_rank(file: str, count: int) -> None:
     checks = Path(__file__).with_name(file)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)]

@@ -6,19 +6,25 @@ these tests in a process of their own, because importing vLLM changes one for go
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from rlhub.engines.rollout.vllm import environment  # noqa: F401  # before vLLM, for which it sets variables
+
+# isort: split
+from rlhub.engines.rollout.vllm import conversion
 from rlhub.engines.rollout.vllm.worker import live_weights
 from rlhub.errors import EngineError
 from rlhub.protocol.weights.fingerprint import fingerprint
 from rlhub.protocol.weights.pieces import Piece, take
 
 # isort: split
+from vllm import CompletionOutput, EngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -152,3 +158,15 @@ def test_a_bias_of_experts_is_refused(full: dict[str, Tensor]) -> None:
     experts_of(model).register_parameter("w13_bias", nn.Parameter(torch.zeros(EXPERTS, 2 * WIDTH)))
     with pytest.raises(EngineError, match=r"w13_bias: of experts only"):
         list(live_weights(model))
+
+
+@pytest.mark.parametrize(("given", "ours"), [(np.uint8, torch.uint8), (np.uint16, torch.int16)])
+def test_recorded_experts_are_those_of_layers_with_experts(given: type, ours: torch.dtype) -> None:
+    """vLLM has a place for each layer; the second of these three has no experts."""
+    recorded = np.arange(12, dtype=given).reshape(2, 3, 2)
+    parts = {"index": 0, "text": "", "token_ids": [1], "cumulative_logprob": None, "logprobs": None}
+    found = conversion.experts_of(CompletionOutput(**parts, routed_experts=recorded), [0, 2])
+    assert found.tolist() == [[0, 1, 4, 5], [6, 7, 10, 11]] and found.dtype == ours
+    with pytest.raises(EngineError, match="no experts of a completion's tokens"):
+        conversion.experts_of(CompletionOutput(**parts), [0, 2])
+    assert "enable_return_routed_experts" in {field.name for field in dataclasses.fields(EngineArgs)}

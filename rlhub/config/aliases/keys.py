@@ -256,7 +256,7 @@ FOREIGN = (
     *_notes((f"{_A}data_loader_seed", "critic.data_loader_seed"), "mini-batches are drawn from trainer.seed", None),
     _note(f"{_A}calculate_sum_pi_squared", "it is computed where algorithm.adv_estimator needs it", False),
     _note(f"{_A}freeze_vision_tower", "the vision part is trained with the rest", False),
-    _refused("*router_replay.mode", "experts are routed anew in training", "disabled", None),
+    _refused("*router_replay.mode", f"the policy alone replays experts ({_A}router_replay)", "disabled", None),
     _silent("*router_replay.*"),
     _note("*load_weight", "the weights are always read from model.path", True),
     _refused(
@@ -319,7 +319,6 @@ FOREIGN = (
     ),
     _note(f"{_R}prometheus.*", "metrics.jsonl in the run folder has every metric", False, None),
     _refused(f"{_R}quantization_*", f"{_R}quantization=fp8 has no settings of its own", None),
-    _refused(f"{_R}enable_rollout_routing_replay", "experts are routed anew in training", False),
     _note(f"{_R}engine_kwargs.*mm_*", _IMAGES, None),
     _note(f"{_R}engine_kwargs.sglang*", f"{_R}name is no SGLang", None, {}),
     _note(f"{_R}engine_kwargs.trtllm*", f"{_R}name is no TensorRT-LLM", None, {}),

@@ -61,6 +61,7 @@ def _(config: PPOConfig) -> list[str]:
         *_check_filter(config),
         *_check_ranks(config),
         *_check_prefixes(config),
+        *_check_replay(config),
         *_check_trainer(config.trainer, has_validation=config.data.val_files is not None or config.env.val_scenes > 0),
         *_check_optim(config.actor_rollout_ref.actor.optim, f"{_ACTOR}.optim"),
         *_check_optim(config.critic.optim, "critic.optim"),
@@ -333,6 +334,33 @@ def _check_prefixes(config: PPOConfig) -> list[str]:
         ),
     }
     return [f"{_ACTOR}.prefix_packing=true with {text}, or prefix_packing=false" for text, holds in refused.items() if holds]
+
+
+def _check_replay(config: PPOConfig) -> list[str]:
+    """Returns the problems of settings with which no recorded experts reach the trainer."""
+    actor, parts, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref, config.trainer
+    if actor.router_replay == "disabled":
+        return []
+    refused = {
+        f"{_ROLLOUT}.mode={parts.rollout.mode}: episodes of single requests bring no experts of their tokens; set mode=sync": (
+            parts.rollout.mode != asynchronous.SYNC
+        ),
+        "actor_rollout_ref.model.vla or env.name: calls of a policy of actions bring no experts of tokens; leave them out": (
+            bool(parts.model.vla or config.env.name)
+        ),
+        f"trainer.replay_from={trainer.replay_from}: recorded batches train without their engine; set it to null": (
+            trainer.replay_from is not None
+        ),
+        f"{_ACTOR}.prefix_packing=true: rows that share a token may have other recorded experts for it; set it to false": (
+            actor.prefix_packing
+        ),
+        f"{_ACTOR}.megatron.override_transformer_config.recompute_modules: layers are computed again as a whole, or their "
+        "attention alone; leave it out": (
+            isinstance(actor.section, MegatronConfig) and "recompute_modules" in actor.section.override_transformer_config
+        ),
+    }
+    key = f"{_ACTOR}.router_replay={actor.router_replay}"
+    return [f"{key} with {text}, or router_replay=disabled" for text, holds in refused.items() if holds]
 
 
 def _check_trainer(trainer: TrainerConfig, *, has_validation: bool) -> list[str]:

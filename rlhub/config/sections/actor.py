@@ -40,6 +40,12 @@ class ActorConfig:
     """Compute tokens that rows of a forward pass have in common from their start (the prompt of n samples, turns of an episode)
     once, for the policy and the reference (fsdp2). It saves most with long prompts and large n; numbers differ by rounding. Token
     budgets then count such tokens once. actor.shuffle scatters the samples of a prompt, which leaves less to share."""
+    router_replay: Literal["disabled", "rollout"] = "disabled"
+    """Mixtures of experts: rollout sends each token to the experts that the rollout engine sent it to, in the pass for old
+    log-probs and in the updates (rollout routing replay, R3, arXiv 2510.11370); disabled routes tokens anew. Rounding makes the
+    two engines choose other experts for some tokens, whose probabilities then differ by far more than rounding: set it where
+    mismatch/* is large or training of a mixture of experts is unstable. The reference keeps its own routing. It costs a byte for
+    each token, layer and expert of a token."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch; more than 1 reuse samples off-policy."""
     target_kl: PositiveFloat | None = None

@@ -62,6 +62,8 @@ class Shaping:
 class SamplingParams:
     """The settings of sampling.  Temperature 0 is greedy; top_k -1 and top_p 1.0 are off.
 
+    routed_experts: the completion comes with the experts that its tokens were sent to; for whole batches (`generate`), of engines
+    and models whose choices can be recorded.
     top_log_probs: with each token come so many of the likeliest in its place.  prompt_log_probs: the prompt's tokens have
     log-probs too, with as many of the likeliest.  Neither changes what is sampled; both are for single requests (`agenerate`).
     """
@@ -76,6 +78,7 @@ class SamplingParams:
     shaping: Shaping | None = None
     top_log_probs: int = 0
     prompt_log_probs: bool = False
+    routed_experts: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,10 +148,13 @@ class Completion(SampledTokens):
 
     finish_reason: "abort" means that `abort` ended the request, with the tokens so far.
     value: the return that the policy itself predicts before the first token; None without a value head.
+    routed_experts: (tokens, routers * top_k) uint8 or int16, the experts of each token of prompt and completion but the last,
+        which went through no layer; None unless SamplingParams.routed_experts is set.
     """
 
     finish_reason: FinishReason
     value: float | None = None
+    routed_experts: Tensor | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -361,6 +367,7 @@ def check_requests(
     reads: Collection[str] = (),
     shapes: bool = False,
     ranks: bool = False,
+    routes: bool = False,
 ) -> None:
     """Raises RequestError for an empty prompt, one that leaves no space for a token, ids outside the vocabulary, a seed that
     is no integer of 64 bits, or impossible sampling parameters.
@@ -369,8 +376,12 @@ def check_requests(
     reads: "images" for a policy of actions, "pictures" for a language model that reads some; every other engine refuses them.
     shapes: True for an engine that has the settings of Shaping.
     ranks: True where the engine returns `top_log_probs` and `prompt_log_probs`.
+    routes: True where it returns `routed_experts`.
     """
     _check_sampling(params)
+    if params.routed_experts and not routes:
+        told = "this call returns no experts of tokens: whole batches of rollout.name=hf or vllm do, with a mixture of experts"
+        raise RequestError(f"routed_experts: {told}", param="routed_experts")
     _check_ranks(params, ranks=ranks)
     _check_shaping(params.shaping, vocab_size, shapes=shapes)
     check_ids(params.stop_token_ids, "stop_token_ids", "a stop token", vocab_size)

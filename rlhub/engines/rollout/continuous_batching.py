@@ -427,7 +427,9 @@ class SteppedEngine(RolloutEngine):
         """Returns whether the engine's stepper returns `top_log_probs` and `prompt_log_probs`."""
         return False
 
-    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams, *, ranks: bool = False) -> None:
+    def _check(
+        self, requests: Sequence[GenerationRequest], params: SamplingParams, *, ranks: bool = False, routes: bool = False
+    ) -> None:
         check_requests(
             requests,
             params,
@@ -436,6 +438,7 @@ class SteppedEngine(RolloutEngine):
             reads=self._reads,
             shapes=self._shapes,
             ranks=ranks,
+            routes=routes,
         )
 
     def _generating(self) -> AbstractContextManager[None]:

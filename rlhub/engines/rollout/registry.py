@@ -33,6 +33,7 @@ class RolloutSetup:
     dp_rank, tp_rank: the number of this rank's replica of the engine, and the rank's place inside the replica.
     load_checkpoint: True reads the model's weights from disk; False leaves them undefined until the first update.
     structured: requests may have a JSON schema, for which the engine reads the model's tokenizer.
+    routed_experts: whole batches may ask for the experts of their tokens.
     """
 
     config: RolloutConfig
@@ -45,6 +46,7 @@ class RolloutSetup:
     tp_rank: int = 0
     load_checkpoint: bool = False
     structured: bool = False
+    routed_experts: bool = False
 
     @property
     def adapters(self) -> bool:
@@ -86,10 +88,12 @@ MODEL_PROBLEMS: (content of config.json, *, where: the key of the engine's name)
     running a model; it loads no torch.
 QUANTIZED: (rollout section, content of config.json, *, device) -> reasons why the engine cannot generate with
     rollout.quantization; an engine without it holds weights as they are.
+RECORDING_PROBLEMS: (rollout section, device) -> sentences on what keeps the engine from telling the experts of its tokens;
+    without it the engine cannot.
 """
 
 PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE = "parallel_service", "most_replicas", "memory_share"
-MODEL_PROBLEMS, QUANTIZED = "model_problems", "quantized"
+MODEL_PROBLEMS, QUANTIZED, RECORDING_PROBLEMS = "model_problems", "quantized", "recording_problems"
 _CHECKS = "rlhub.engines.rollout.registry"
 _PROCESSES = "rlhub.engines.rollout.vllm.async_engine:AsyncVLLMEngine"
 EXPERTS_ON_VLLM = ("qwen2_moe", "qwen3_moe")
@@ -99,7 +103,12 @@ ROLLOUT_ENGINES.add_lazy(
     "vllm",
     "rlhub.engines.rollout.vllm.engine:VLLMEngine",
     requires={"vllm"},
-    companions={PARALLEL_SERVICE: _PROCESSES, QUANTIZED: f"{_CHECKS}:vllm_reasons", **_VLLM},
+    companions={
+        PARALLEL_SERVICE: _PROCESSES,
+        QUANTIZED: f"{_CHECKS}:vllm_reasons",
+        RECORDING_PROBLEMS: f"{_CHECKS}:vllm_recording_problems",
+        **_VLLM,
+    },
 )
 ROLLOUT_ENGINES.add_lazy(
     "vllm_async", _PROCESSES, requires={"vllm"}, companions={"problems": f"{_CHECKS}:service_problems", **_VLLM}
@@ -111,6 +120,7 @@ ROLLOUT_ENGINES.add_lazy(
         "problems": f"{_CHECKS}:one_device_problems",
         MEMORY_SHARE: f"{_CHECKS}:no_share",
         QUANTIZED: f"{_CHECKS}:hf_reasons",
+        RECORDING_PROBLEMS: f"{_CHECKS}:no_recording_problems",
     },
 )
 ROLLOUT_ENGINES.add_lazy(
@@ -240,6 +250,22 @@ def vllm_problems(values: Mapping[str, Any], *, where: str) -> list[str]:
         f"{where}: the model is a {kind} with {count} experts. vLLM fuses experts into a layout of its own, in which new weights "
         f"are known to be right for {known}; set {key}=hf (slower), or have a server of another job generate (name=remote)"
     ]
+
+
+def no_recording_problems(config: RolloutConfig, device: str) -> list[str]:
+    """Returns []: the engine sees the model's routers."""
+    return []
+
+
+def vllm_recording_problems(config: RolloutConfig, device: str) -> list[str]:
+    """Returns the settings with which vLLM does not return the experts of tokens."""
+    if device == "cpu":
+        return [f"vLLM records experts by its second model runner, which needs Triton and so a GPU; set {KEY}.name=hf"]
+    if not config.enable_prefix_caching:
+        return [f"vLLM keeps the experts of tokens with the blocks of its prefix cache; set {KEY}.enable_prefix_caching=true"]
+    if config.tensor_model_parallel_size > 1:
+        return [f"vLLM tells the experts of tokens on an engine's first rank alone; set {KEY}.tensor_model_parallel_size=1"]
+    return []
 
 
 def no_share(config: RolloutConfig | JudgeConfig) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhub.models.experts import routers_of
 from rlhub.models.shape import NUM_EXPERTS
 
 
@@ -73,7 +74,7 @@ class ExpertLoad:
 def load_of(model: PreTrainedModel, device: torch.device) -> ExpertLoad | None:
     """Returns the count of a model of transformers, None if it has no experts."""
     values = model.config.get_text_config().to_dict()
-    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    routers = routers_of(model)
     num_experts = next((int(values[name]) for name in NUM_EXPERTS if values.get(name)), 0)
     if not routers or not num_experts:
         return None

@@ -24,13 +24,15 @@ from rlhub.engines.training.base import Rows
 from rlhub.engines.training.prefixes import Forest, plan_forest, sort_rows
 from rlhub.errors import EngineError
 from rlhub.models.device_copies import to_device
+from rlhub.models.experts import OWN
 from rlhub.models.packed_attention import AttentionPlan, plan_attention
 from rlhub.models.prefix_attention import PrefixPlan
 from rlhub.models.shape import ModelKind
 from rlhub.models.vision import ImageInputs, ImageReader
 from rlhub.models.vla.flow import FLOW_COLUMNS, FlowInputs, flow_inputs
 from rlhub.models.vla.policy import PIXEL_VALUES, PlacedTokens, place_tokens
-from rlhub.protocol.sequences import IMAGES, images_of
+from rlhub.protocol.columns import dense_rows
+from rlhub.protocol.sequences import IMAGES, ROUTED_EXPERTS, images_of
 
 CPU = torch.device("cpu")
 OUTPUTS: dict[ModelKind, frozenset[str]] = {
@@ -53,6 +55,8 @@ class ModelInputs:
     copies: (slots,) the number of each slot, where rows with a common prefix share numbers and there are more slots than numbers.
     plan: the places of the rows in a packed batch, for attention; None when padded.
     pictures: those in the prompts of a language model's rows, which are padded then.
+    experts: (tokens, routers * top_k) int16, the recorded experts of each token of the flattened token axis, OWN where there are
+        none; None where routers choose.
     placed, flow, images: of a vision-language-action policy, which reads these and no packed tokens.
     """
 
@@ -69,6 +73,7 @@ class ModelInputs:
     images: Tensor | None = None
     pictures: ImageInputs | None = None
     copies: Tensor | None = None
+    experts: Tensor | None = None
 
     def spread(self, values: Tensor) -> Tensor:
         """Returns the (S,) values in `shape`, with zeros elsewhere."""
@@ -97,9 +102,27 @@ def model_inputs(rows: Rows, *, pack: bool, device: torch.device, share_prefixes
         slots=response_mask.flatten().nonzero().squeeze(1),
         shape=tuple(response_mask.shape),
     )
+    if ROUTED_EXPERTS in rows:
+        inputs.experts = _recorded_experts(rows[ROUTED_EXPERTS], needed)
     if share_prefixes:
+        if inputs.experts is not None:
+            raise EngineError("rows that share a token may have other recorded experts for it: set actor.prefix_packing=false")
         return _shared(inputs, plan_forest(sort_rows(input_ids, needed), device), device)
     return _finished(inputs, needed.sum(1), pack=pack, device=device)
+
+
+def _recorded_experts(column: Tensor, needed: Tensor) -> Tensor:
+    """Returns `ModelInputs.experts` of packed tokens; a row's recorded tokens are its first ones.
+
+    column: ROUTED_EXPERTS.  needed: (rows, tokens), the tokens that are packed.
+    """
+    values, lengths = dense_rows(column)
+    row, _ = needed.nonzero(as_tuple=True)
+    position = (needed.cumsum(1) - 1)[needed]
+    known = position < lengths[row]
+    experts = torch.full((len(row), values.shape[1]), OWN, dtype=torch.int16)
+    experts[known] = values[((lengths.cumsum(0) - lengths)[row] + position)[known]].short()
+    return experts
 
 
 def picture_inputs(rows: Rows, reader: ImageReader, model: PreTrainedModel, *, device: torch.device) -> ModelInputs:
@@ -231,6 +254,8 @@ def _finished(inputs: ModelInputs, lengths: Tensor, *, pack: bool, device: torch
     if lengths.numel() == 0:  # other ranks wait for the model, so it must run: over one token that nothing depends on
         lengths = lengths.new_ones(1)
         inputs.input_ids = inputs.position_ids = lengths.new_zeros(1, 1)
+        if inputs.experts is not None:
+            inputs.experts = inputs.experts.new_full((1, inputs.experts.shape[1]), OWN)
     if pack:
         inputs.plan = plan_attention(lengths.tolist(), device)
     else:
@@ -251,12 +276,16 @@ def _pad(inputs: ModelInputs, lengths: Tensor) -> None:
         padded = torch.zeros_like(mask)
         padded[place] = getattr(inputs, name)[0]
         setattr(inputs, name, padded.view(-1, longest))
+    if inputs.experts is not None:
+        padded_experts = inputs.experts.new_full((len(mask), inputs.experts.shape[1]), OWN)
+        padded_experts[place] = inputs.experts
+        inputs.experts = padded_experts
     inputs.attention_mask = mask.view(-1, longest)
     inputs.sources = place[inputs.sources]
 
 
 def _to(inputs: ModelInputs, device: torch.device) -> ModelInputs:
-    for name in ("input_ids", "position_ids", "sources", "targets", "slots", "copies", "attention_mask"):
+    for name in ("input_ids", "position_ids", "sources", "targets", "slots", "copies", "attention_mask", "experts"):
         value = getattr(inputs, name)
         if value is not None:
             setattr(inputs, name, to_device(value, device))
@@ -272,10 +301,11 @@ def check_outputs(kind: ModelKind, outputs: Iterable[str]) -> frozenset[str]:
     return wanted
 
 
-def columns_read(kind: ModelKind, vla: VLAConfig | None = None) -> tuple[str, ...]:
+def rows_read(rows: Rows, kind: ModelKind, vla: VLAConfig | None = None) -> dict[str, Tensor]:
     """Returns the columns that a forward pass reads.  vla: of a policy of actions."""
     ids = ("input_ids", "attention_mask")
     more: dict[ModelKind, tuple[str, ...]] = {"reward": (), "vla": ("response_mask", PIXEL_VALUES)}
     if vla is not None and vla.decoding == FLOW:
         more["vla"] += FLOW_COLUMNS
-    return (*ids, *more.get(kind, ("response_mask",)))
+    optional = [name for name in (IMAGES, ROUTED_EXPERTS) if kind == "policy" and name in rows]
+    return {name: rows[name] for name in (*ids, *more.get(kind, ("response_mask",)), *optional)}

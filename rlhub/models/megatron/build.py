@@ -35,7 +35,7 @@ from rlhub.models.hf import SCALAR_HEAD, ModelKind, check_weights, load_config
 from rlhub.models.lora import ADAPTER
 from rlhub.models.megatron.checks import megatron_problems, num_virtual_stages
 from rlhub.models.megatron.lora import LowRank, add_lora
-from rlhub.models.megatron.model import BuiltMegatron, MegatronLM
+from rlhub.models.megatron.model import BuiltMegatron, MegatronLM, replay_in
 from rlhub.models.megatron.transformer_config import make_transformer_config
 from rlhub.models.required_weights import refuse_nonfinite
 from rlhub.models.shape import reward_problem
@@ -102,6 +102,7 @@ def build_megatron(plan: MegatronPlan, *, load: bool = True) -> BuiltMegatron:
         load_weights(built, plan.model, plan.seed)
     if plan.model.lora_rank > 0:
         add_lora(built, plan.model, plan.kind, seed=plan.seed, trainable=plan.trainable)
+    replay_in(built.chunks, config)
     return built
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhub.config.sections.training import MegatronConfig
+from rlhub.models.shape import expert_layers
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 MOE_TYPES = ("qwen3_moe",)
@@ -47,8 +48,8 @@ def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
     count = int(values["num_hidden_layers"])
     if values["model_type"] not in MOE_TYPES or not num_experts(values):
         return [False] * count
-    dense, step = set(values.get("mlp_only_layers") or ()), int(values.get("decoder_sparse_step") or 1)
-    return [layer not in dense and (layer + 1) % step == 0 for layer in range(count)]
+    found = expert_layers(values)
+    return [layer in found for layer in range(count)]
 
 
 def num_experts(values: Mapping[str, Any]) -> int:

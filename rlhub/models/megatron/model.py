@@ -10,6 +10,7 @@ slices of the packed line without regard to rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +29,17 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay as MegatronReplay
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm
 from transformers import PreTrainedConfig
 
 from rlhub.errors import EngineError
+from rlhub.models.experts import OWN, RouterReplay
 from rlhub.models.hf import ModelKind
 from rlhub.models.megatron.transformer_config import rotary_frequencies
 from rlhub.models.packed_attention import AttentionPlan, attend_packed
@@ -114,7 +117,7 @@ class MegatronLM(GPTModel):  # type: ignore[misc]
             weight = self.output_layer.weight
         return weight
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, packing: AttentionPlan) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, packing: AttentionPlan, experts: Tensor | None = None) -> Tensor:
         """Computes hidden states of input_ids and position_ids, both (1, tokens).
 
         The last piece returns (tokens, hidden) for all `own_tokens` on every tensor-parallel rank, to be multiplied with this
@@ -122,15 +125,17 @@ class MegatronLM(GPTModel):  # type: ignore[misc]
         this is the rank's share.
 
         packing: the places of the rows in the tokens.
+        experts: (tokens, routers * top_k), those that tokens are sent to (see RouterReplay); None: those that routers choose.
         """
         own = self.own_tokens(packing)
         ids, positions = cut_padded(input_ids, own), cut_padded(position_ids, own)
+        sent = None if experts is None else own_experts(experts, own, self.config)
         angles = positions[0, :, None].float() * self.rotary_frequencies
         hidden = self.decoder(
             hidden_states=self.embedding(input_ids=ids, position_ids=positions) if self.pre_process else None,
             attention_mask=None,
             rotary_pos_emb=torch.cat((angles, angles), -1)[:, None, None],
-            packed_seq_params=PackedRows(plan=packing),
+            packed_seq_params=PackedRows(plan=packing, experts=sent),
         )
         return self._complete(hidden)[: max(packing.num_tokens - own.start, 0), 0] if self.post_process else hidden
 
@@ -218,6 +223,7 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]  # megatron has no type
     """
 
     plan: AttentionPlan | None = None
+    experts: Tensor | None = None  # of this rank's tokens
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
@@ -274,6 +280,60 @@ def cut_padded(tokens: Tensor, own: slice) -> Tensor:
     """Returns a slice of the last axis, with zeros beyond the end of the axis."""
     present = tokens[..., own]
     return pad(present, (0, own.stop - own.start - present.shape[-1]))
+
+
+def own_experts(experts: Tensor, own: slice, config: TransformerConfig) -> Tensor:
+    """Returns the experts of the tokens that this rank's routers see: under sequence parallelism its share of the slice.  The
+    padding has none."""
+    present = experts[own]
+    padded = pad(present, (0, 0, 0, own.stop - own.start - len(present)), value=OWN)
+    if not config.sequence_parallel:
+        return padded
+    share: Tensor = padded.chunk(config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
+    return share
+
+
+def replay_in(chunks: Sequence[nn.Module], config: TransformerConfig) -> None:
+    """Makes the routers of this rank's pieces of a model take the experts that its forward pass is given.
+
+    A layer takes the experts of a pass from the plan that it is called with, again where it is computed again in a backward pass,
+    which in a pipeline comes after the forward passes of other micro-batches.
+    """
+    if not config.num_moe_experts:
+        return
+    replay = RouterReplay(sum(config.moe_layer_freq))
+
+    def load(layer: nn.Module, args: Any, options: dict[str, Any]) -> None:
+        replay.load(options["packed_seq_params"].experts)
+
+    for layer in [module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)]:
+        for router in [module for module in layer.modules() if isinstance(module, TopKRouter)]:
+            router.router_replay = ReplayedTopK(replay, sum(config.moe_layer_freq[: layer.layer_number - 1]))
+            layer.register_forward_pre_hook(load, with_kwargs=True)
+
+
+class ReplayedTopK(MegatronReplay):  # type: ignore[misc]
+    """Stands in the place where Megatron's router asks for a replay instead of its own top-k.
+
+    Megatron's own class keeps every router of the process in one list, and takes micro-batches in the order of their forward
+    passes alone.
+    """
+
+    def __init__(self, replay: RouterReplay, number: int) -> None:
+        self._replay, self._number = replay, number
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (scores, experts), (tokens, topk) each."""
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        chosen = self._replay.chosen(self._number, own)
+        return (values, own) if chosen is None else (scores.gather(1, chosen), chosen)
 
 
 def tokens_for_heads(*tensors: Tensor) -> list[Tensor]:

@@ -102,7 +102,8 @@ def _bytes(graph: TaskGraph, config: PPOConfig) -> str:
     for edge in graph.edges:
         if edge.columns:
             found = [column for name in edge.columns if (column := find_column(name, columns)) is not None]
-            found = [column for column in found if config.env.name is not None or "pixel" not in column.dims]
+            absent = {"pixel": config.env.name is None, "choice": config.actor_rollout_ref.actor.router_replay == "disabled"}
+            found = [column for column in found if not any(absent.get(dim) for dim in column.dims)]
             narrow = [column for column in found if not column.wide]
             rows.append((edge.source, edge.target, _size(found, config), _size(narrow, config)))
     widths = [max(map(len, texts)) for texts in zip(*rows, strict=True)]

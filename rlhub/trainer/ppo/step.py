@@ -264,7 +264,7 @@ ESTIMATED = ("advantages", "returns", "learn_mask")
 CORRECTION = ("sample_index", "learn_mask", "advantages", "old_log_probs", "rollout_log_probs")
 SELECTION = ("sample_index", "mini_batch", "learn_mask", "loss_mask", "advantages", "old_log_probs", "rollout_log_probs")
 POLICY = (
-    *(*TOKENS, "pixel_values", "images", "mini_batch", "advantages"),
+    *(*TOKENS, "pixel_values", "images", "routed_experts", "mini_batch", "advantages"),
     *("old_log_probs", "ref_log_prob", "importance_weights", "selected"),
 )
 
@@ -291,7 +291,7 @@ def log_prob_inputs(batch: Batch, needs: Requirements) -> Batch:
     """Returns what the policy's forward pass before the update reads; meta_info asks for sum_pi_squared and values where they are
     required."""
     asked = {"sum_pi_squared": needs.sum_pi_squared, "values": needs.own_values}
-    return view(batch, MODEL, **{name: True for name, wanted in asked.items() if wanted})
+    return view(batch, (*MODEL, "routed_experts"), **{name: True for name, wanted in asked.items() if wanted})
 
 
 def advantage_inputs(batch: Batch, needs: Requirements, kl_coef: float, more: Sequence[str] = ()) -> Batch:

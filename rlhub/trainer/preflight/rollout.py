@@ -18,6 +18,7 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import MultiTurnConfig, RolloutConfig
 from rlhub.data import AGENT_NAME, has_column, texts_of
 from rlhub.engines.rollout.registry import (
+    RECORDING_PROBLEMS,
     ROLLOUT_ENGINES,
     model_problems,
     most_replicas,
@@ -26,6 +27,7 @@ from rlhub.engines.rollout.registry import (
 )
 from rlhub.envs.registry import ENVIRONMENTS
 from rlhub.errors import ConfigError
+from rlhub.models.shape import local_shape, read_model_values, routing_problems
 from rlhub.registry import suggest
 from rlhub.tools.registry import TOOLS, reply_problems
 from rlhub.tools.toolbox import read_tool_file
@@ -77,7 +79,25 @@ def _engine_problems(config: PPOConfig, *, trains: bool) -> list[str]:
     found: list[str] = judge(rollout, trains=trains) if judge is not None else []
     model = config.actor_rollout_ref.model
     found += quantization_problems(rollout, model, device=resolve_device(config.trainer.device))
+    found += _check_recording(config, name)
     return [*found, *_check_replicas(rollout), *model_problems(name, model, where=f"{_ROLLOUT}.name")]
+
+
+def _check_recording(config: PPOConfig, name: str) -> list[str]:
+    """Returns the reasons why the experts of tokens cannot be recorded, or replayed, where they are to be."""
+    replay = config.actor_rollout_ref.actor.router_replay
+    if replay == "disabled":
+        return []
+    judge = ROLLOUT_ENGINES.companion(name, RECORDING_PROBLEMS)
+    if judge is None:
+        reasons = [f"{_ROLLOUT}.name={name} does not tell the experts of its tokens; set it to hf, or on GPUs vllm"]
+    else:
+        reasons = judge(config.actor_rollout_ref.rollout, resolve_device(config.trainer.device))
+    model = config.actor_rollout_ref.model
+    if local_shape(model.path, model.override_config) is not None:
+        values = read_model_values(Path(str(model.path)).expanduser(), model.override_config)
+        reasons = [*reasons, *(f"{reason}; set it to disabled" for reason in routing_problems(values))]
+    return [f"actor_rollout_ref.actor.router_replay={replay}: {reason}" for reason in reasons]
 
 
 def _check_replicas(rollout: RolloutConfig) -> list[str]:

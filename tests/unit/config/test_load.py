@@ -334,6 +334,19 @@ def test_aliases() -> None:
     assert sft.problems == [] and sft.config.megatron.context_model_parallel_size == 2
 
 
+def test_replay_of_routing_by_its_other_names() -> None:
+    recorded, mode = "actor_rollout_ref.rollout.enable_rollout_routing_replay", "actor_rollout_ref.actor.router_replay.mode"
+
+    def replay(*settings: str) -> str:
+        return ppo(*settings).actor_rollout_ref.actor.router_replay
+
+    assert replay(f"{recorded}=True", f"{mode}=R3") == replay(f"{mode}=R3") == replay(f"{recorded}=True") == "rollout"
+    assert replay(f"{recorded}=False", f"{mode}=disabled") == replay() == "disabled"
+    assert "the same setting with different values" in " ".join(problems(f"{recorded}=True", f"{mode}=disabled"))
+    assert "set rollout (R3)" in " ".join(problems(f"{mode}=R2"))
+    assert "the policy alone replays experts" in " ".join(problems("actor_rollout_ref.ref.router_replay.mode=R3"))
+
+
 def test_optional_sections_take_the_rest_from_their_source() -> None:
     config = ppo(
         "actor_rollout_ref.model.path=big",

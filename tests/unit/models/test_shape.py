@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rlhub.errors import ConfigError
-from rlhub.models.shape import prefix_problems, read_model_shape, read_model_values
+from rlhub.models.shape import expert_layers, prefix_problems, read_model_shape, read_model_values, routing_problems
 
 
 def test_sizes_and_overrides(model_folder: Path) -> None:
@@ -65,3 +65,17 @@ def test_loads_no_torch() -> None:
 def test_models_whose_rows_cannot_share_prefixes(model_folder: Path, values: dict, overrides: dict, reason: str | None) -> None:
     found = prefix_problems(read_model_values(model_folder) | values, overrides)
     assert len(found) == (reason is not None) and (reason is None or reason in found[0])
+
+
+def test_whose_routing_can_be_replayed() -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_hidden_layers": 6}
+    assert routing_problems(experts) == []
+    for part, values in {
+        "without experts": {"model_type": "qwen2"},
+        "routers of a mixtral are not known": experts | {"model_type": "mixtral"},
+        "reads images": experts | {"vision_config": {"depth": 1}},
+    }.items():
+        (problem,) = routing_problems(values)
+        assert part in problem
+    assert expert_layers(experts) == [0, 1, 2, 3, 4, 5]
+    assert expert_layers(experts | {"mlp_only_layers": [3], "decoder_sparse_step": 2}) == [1, 5]

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhub.engines.rollout.base import Completion
+from rlhub.engines.rollout.base import Completion, GenerationRequest
 from rlhub.errors import EngineError
 from rlhub.utils.seeding import sample_seed
-from rlhub.workers.generation import check_completions, generation_requests, pad_completions, training_columns
+from rlhub.workers.generation import (
+    check_completions,
+    experts_column,
+    generation_requests,
+    pad_completions,
+    training_columns,
+)
 
 PROMPTS = torch.tensor([[0, 5, 6], [7, 8, 9]])
 MASK = torch.tensor([[0, 1, 1], [1, 1, 1]])
@@ -55,3 +61,18 @@ def test_columns_are_padded_to_the_widest_of_all_ranks() -> None:
     assert columns["input_ids"][3].tolist() == [7, 8, 9, 1, 2, 3, 0]
     assert columns["attention_mask"][0].tolist() == [0, 1, 1, 1, 1, 0, 0]
     assert torch.equal(columns["rollout_log_probs"] != 0, columns["response_mask"].bool())
+
+
+def test_experts_of_each_token_but_the_last_make_a_column() -> None:
+    requests = [GenerationRequest(prompt_ids=[5, 6], seed=0), GenerationRequest(prompt_ids=[7], seed=0)]
+    written = [completion([1, 2, 3]), completion([4])]
+    for one, count in zip(written, (4, 1), strict=True):
+        one.routed_experts = torch.full((count, 6), count, dtype=torch.uint8)
+    column = experts_column(requests, written)
+    assert [part.tolist() for part in column.unbind()] == [[[4] * 6] * 4, [[1] * 6]] and column.dtype == torch.uint8
+    written[1].routed_experts = torch.zeros((2, 6), dtype=torch.uint8)
+    with pytest.raises(EngineError, match="completion 1 has the experts of 2 tokens where 1 went through"):
+        experts_column(requests, written)
+    written[0].routed_experts = None
+    with pytest.raises(EngineError, match="completion 0 has the experts of 0 tokens where 4"):
+        experts_column(requests, written)

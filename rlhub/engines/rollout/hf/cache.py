@@ -175,6 +175,17 @@ def read_prompts(model: PreTrainedModel, prompts: Sequence[Prompt], reader: Imag
     return ReadPrompts(logits=out.logits[:, -1], cache=cache, positions=following.to(model.device))
 
 
+def experts_of_rows(prompts: Sequence[Tensor], fed: Sequence[tuple[Tensor, Tensor]], lengths: Tensor) -> list[Tensor]:
+    """Returns `Completion.routed_experts` of each row.  fed: after each step the rows whose tokens went through the model, of
+    which some may have ended, and their experts.  lengths: (rows,) the tokens of each completion."""
+    if not fed:
+        return [prompt.cpu() for prompt in prompts]
+    rows, experts = map(torch.cat, zip(*fed, strict=True))
+    by_row = torch.split(experts[rows.argsort(stable=True)], rows.bincount(minlength=len(prompts)).tolist())
+    parts = zip(prompts, by_row, lengths.tolist(), strict=True)
+    return [torch.cat([prompt, own[: length - 1]]).cpu() for prompt, own, length in parts]
+
+
 def key_mask(pads: Tensor, columns: int, dtype: torch.dtype) -> Tensor | None:
     """Returns the (rows, 1, 1, columns) additive mask that hides each row's padding, or None if there is no padding.
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from rlhub.engines.rollout.hf.cache import (
     Prompt,
     ReadPrompts,
     allocate,
+    experts_of_rows,
     fill_rows,
     keep_rows,
     key_mask,
@@ -63,6 +64,9 @@ class DecodeLimits:
     max_prefill_tokens: int
 
 
+Routed = Callable[[], Tensor]
+
+
 @torch.inference_mode()
 def decode(
     model: PreTrainedModel,
@@ -70,13 +74,15 @@ def decode(
     params: SamplingParams,
     limits: DecodeLimits,
     reader: ImageReader | None = None,
+    routed: Routed | None = None,
 ) -> list[Completion]:
     """Generates the completions of one batch, in the order of the requests.  Leaves `versions` empty.
 
-    reader: of the pictures of requests, if the model reads some.
+    reader: of the pictures of requests, if the model reads some.  routed: returns the experts of the tokens of the last forward
+    pass, (tokens, routers * top_k), which completions then have.
     """
     device = model.device
-    batch, logits = _prefill(model, requests, params, limits, reader)
+    batch, logits, experts = _prefill(model, requests, params, limits, reader, routed)
     noise = _Noise(requests, device)
     stop_ids = torch.tensor([] if params.ignore_eos else params.stop_token_ids, dtype=torch.long, device=device)
     output = _Output(
@@ -84,6 +90,7 @@ def decode(
         log_probs=torch.zeros(len(requests), int(batch.limits.max()), device=device),
         lengths=torch.zeros(len(requests), dtype=torch.long, device=device),
         stopped=torch.zeros(len(requests), dtype=torch.bool, device=device),
+        prompt_experts=experts,
     )
     for step in range(output.tokens.shape[1]):
         tokens, log_probs = sample_tokens(logits, noise.at(step, batch.ids), params)
@@ -94,6 +101,8 @@ def decode(
         if num_alive < KEEP_FRACTION * len(tokens):
             tokens = _compact(batch, tokens)
         logits = _step(model, batch, tokens)
+        if routed is not None:
+            output.fed.append((batch.ids, routed()))
     return _completions(output, params)
 
 
@@ -122,12 +131,18 @@ class _Batch:
 
 @dataclass(slots=True, kw_only=True)
 class _Output:
-    """The sampled tokens of all requests: tokens and log_probs (requests, columns), lengths and stopped (requests,)."""
+    """The sampled tokens of all requests: tokens and log_probs (requests, columns), lengths and stopped (requests,).
+
+    prompt_experts: of each request, (tokens, routers * top_k); fed: the requests whose tokens went through the model after a
+    step, and their experts.  Both are empty where no experts are recorded.
+    """
 
     tokens: Tensor
     log_probs: Tensor
     lengths: Tensor
     stopped: Tensor
+    prompt_experts: list[Tensor]
+    fed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class _Noise:
@@ -152,8 +167,10 @@ def _prefill(
     params: SamplingParams,
     limits: DecodeLimits,
     reader: ImageReader | None,
-) -> tuple[_Batch, Tensor]:
-    """Reads the distinct prompts and copies them to the rows; returns the batch and the logits (rows, vocabulary)."""
+    routed: Routed | None,
+) -> tuple[_Batch, Tensor, list[Tensor]]:
+    """Reads the distinct prompts and copies them to the rows; returns the batch, the logits (rows, vocabulary), and the experts
+    of each request's prompt."""
     asked = [Prompt(tuple(request.prompt_ids), request.pictures) for request in requests]
     prompts = sorted(set(asked), key=len)
     place = {prompt: i for i, prompt in enumerate(prompts)}
@@ -165,9 +182,13 @@ def _prefill(
     capacity = width + min(int(allowed.max()), FIRST_CAPACITY)
     cache: Cache | None = None
     parts: list[ReadPrompts] = []
+    experts: list[Tensor] = []
     for first, stop in prefill_chunks([len(prompt) for prompt in prompts], limits.max_prefill_tokens):
         read = read_prompts(model, prompts[first:stop], reader)
         parts.append(read)
+        if routed is not None:
+            padded = routed().view(stop - first, len(prompts[stop - 1]), -1)
+            experts += [row[len(row) - len(prompt) :] for row, prompt in zip(padded, prompts[first:stop], strict=True)]
         cache = allocate(read.cache, len(requests), width, capacity) if cache is None else cache
         rows = ((source >= first) & (source < stop)).nonzero()[:, 0]
         fill_rows(cache, read.cache, rows.to(model.device), (source[rows] - first).to(model.device))
@@ -184,7 +205,8 @@ def _prefill(
         limits=allowed.to(device),
         alive=torch.ones(len(requests), dtype=torch.bool, device=device),
     )
-    return batch, torch.cat([read.logits for read in parts])[source.to(device)]
+    of_requests = [experts[place[prompt]] for prompt in asked] if experts else []
+    return batch, torch.cat([read.logits for read in parts])[source.to(device)], of_requests
 
 
 def _record(output: _Output, batch: _Batch, step: int, tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> None:
@@ -243,11 +265,13 @@ def _completions(output: _Output, params: SamplingParams) -> list[Completion]:
     if not bool(output.log_probs[filled].isfinite().all()):
         raise EngineError(NOT_FINITE)
     tokens, log_probs = output.tokens.tolist(), output.log_probs.tolist() if params.log_probs else None
+    experts = experts_of_rows(output.prompt_experts, output.fed, output.lengths) if output.prompt_experts else None
     return [
         Completion(
             token_ids=tokens[row][:length],
             log_probs=[] if log_probs is None else log_probs[row][:length],
             finish_reason="stop" if stopped else "length",
+            routed_experts=None if experts is None else experts[row],
         )
         for row, (length, stopped) in enumerate(zip(output.lengths.tolist(), output.stopped.tolist(), strict=True))
     ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -58,7 +58,7 @@ from rlhub.engines.rollout.hf.decode import (
 )
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError
-from rlhub.models.experts import unfused_tensors
+from rlhub.models.experts import recording, routers_of, unfused_tensors
 from rlhub.models.hf import policy_loader, quantize_projections
 from rlhub.models.lora import add_lora, saved_names
 from rlhub.models.required_weights import load_checked
@@ -119,7 +119,7 @@ class HFEngine(SteppedEngine):
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
         self._refuse_unready("generate")
-        self._check(requests, params)
+        self._check(requests, params, routes=self._model is not None and bool(routers_of(self._model)))
         with self._generating():
             return self._generate(requests, params)
 
@@ -135,7 +135,8 @@ class HFEngine(SteppedEngine):
             if vla is not None:
                 batch = decode_actions(self._model, vla, chosen, params)
             else:
-                batch = decode(self._model, chosen, params, limits, self._reader)
+                with recording(self._model) if params.routed_experts else nullcontext() as routed:
+                    batch = decode(self._model, chosen, params, limits, self._reader, routed)
             for index, completion in zip(indices, batch, strict=True):
                 completion.versions = [self.version] * len(completion.token_ids)
                 completions[index] = completion
@@ -153,8 +154,10 @@ class HFEngine(SteppedEngine):
     def _ranks(self) -> bool:
         return self._vla is None
 
-    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams, *, ranks: bool = False) -> None:
-        super()._check(requests, params, ranks=ranks)
+    def _check(
+        self, requests: Sequence[GenerationRequest], params: SamplingParams, *, ranks: bool = False, routes: bool = False
+    ) -> None:
+        super()._check(requests, params, ranks=ranks, routes=routes)
         if self._vla is not None:
             check_actions(requests, params, self._vla)
 

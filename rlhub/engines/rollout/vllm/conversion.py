@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
 from vllm import CompletionOutput, RequestOutput
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.logprobs import FlatLogprobs
@@ -71,12 +75,25 @@ def _seed(request: GenerationRequest) -> int:
     return int(random_bits(request.seed, Purpose.CONTINUATION, request.start)[0]) >> SURPLUS_SEED_BITS
 
 
-def completion_of(output: RequestOutput, params: SamplingParams, version: int) -> Completion:
-    """Returns a whole completion whose tokens were all sampled by the policy of this version."""
+def completion_of(output: RequestOutput, params: SamplingParams, version: int, expert_layers: Sequence[int] = ()) -> Completion:
+    """Returns a whole completion whose tokens were all sampled by the policy of this version.  expert_layers: the layers with
+    experts."""
     made = Completion(token_ids=[], log_probs=[], finish_reason=finish_reason_of(output.outputs[0]))
     made.extend(progress_of(output, params))
     made.versions = [version] * len(made.token_ids)
+    if params.routed_experts:
+        made.routed_experts = experts_of(output.outputs[0], expert_layers)
     return made
+
+
+def experts_of(output: CompletionOutput, expert_layers: Sequence[int]) -> Tensor:
+    """Returns `Completion.routed_experts`.  vLLM's array is (tokens, all layers, top_k), of tokens from the prompt's first to the
+    last that went through the model, those with cached keys and values included.  Raises EngineError where there is none."""
+    found = output.routed_experts
+    if found is None:
+        raise EngineError("vLLM returned no experts of a completion's tokens, although its engine was built to record them")
+    chosen = found[:, list(expert_layers)].reshape(len(found), -1)
+    return torch.from_numpy(chosen if chosen.dtype == np.uint8 else chosen.astype(np.int16))
 
 
 def progress_of(output: RequestOutput, params: SamplingParams | None = None) -> Progress:

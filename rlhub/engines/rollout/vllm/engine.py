@@ -22,7 +22,7 @@ from rlhub.engines.rollout.base import (
     resolve_dtype,
 )
 from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper
-from rlhub.engines.rollout.registry import RolloutSetup
+from rlhub.engines.rollout.registry import RolloutSetup, vllm_recording_problems
 from rlhub.engines.rollout.vllm.environment import QUANTIZED_VARIABLES, distributed_variables, guarded_process, settle
 from rlhub.errors import EngineError
 from rlhub.models.hf import check_weights
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights; the next update restores the weights
 KEEP_WEIGHTS = 1  # the level that moves the weights to host memory: of a base that no update restores
+SECOND_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # the one that records experts, which vLLM takes for some models alone
 SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of the memory that sleep frees, in the order of waking
 
 
@@ -69,6 +70,10 @@ class VLLMEngine(SteppedEngine):
         )
         if self._setup.config.quantization:
             variables |= QUANTIZED_VARIABLES
+        if self._setup.routed_experts:
+            if problems := vllm_recording_problems(self._setup.config, self._setup.device.type):
+                raise EngineError("; ".join(problems))
+            variables |= SECOND_RUNNER
         if self._setup.reads_files:
             check_weights(self._setup.model, "policy")
         with guarded_process(variables):
@@ -86,7 +91,7 @@ class VLLMEngine(SteppedEngine):
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
         self._refuse_unready("generate")
-        self._check(requests, params)
+        self._check(requests, params, routes=self._setup.routed_experts)
         if not requests:
             return []
         from rlhub.engines.rollout.vllm.conversion import completion_of, vllm_params
@@ -96,7 +101,7 @@ class VLLMEngine(SteppedEngine):
             sampling = [vllm_params(request, params) for request in requests]
             prompts = [vllm.prompt(request) for request in requests]
             outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=vllm.adapter)
-        return [completion_of(output, params, self.version) for output in outputs]
+        return [completion_of(output, params, self.version, vllm.expert_layers) for output in outputs]
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         if self._setup.config.tensor_model_parallel_size > 1:

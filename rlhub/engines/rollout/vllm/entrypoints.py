@@ -35,7 +35,7 @@ from rlhub.engines.rollout.vllm.environment import agree_on_stream, agree_on_thr
 from rlhub.engines.rollout.vllm.internals import MultiprocExecutor, UniProcExecutor, cpu_head_widths
 from rlhub.engines.rollout.vllm.worker import StandbyWeights, add_adapter, live_weights, load_stream
 from rlhub.errors import EngineError
-from rlhub.models.shape import NUM_EXPERTS
+from rlhub.models.shape import NUM_EXPERTS, expert_layers
 from rlhub.protocol.weights.pieces import BLOCK, Piece
 
 EXTENSION = "rlhub.engines.rollout.vllm.worker.WorkerExtension"
@@ -88,6 +88,7 @@ class InProcessLLM:
         self.adapter = ADAPTER if setup.adapters else None
         self._failure: BaseException | None = None
         self._salts = itertools.count()
+        self.expert_layers = expert_layers(_text_config(setup).to_dict()) if setup.routed_experts else []
         self.standby = StandbyWeights(self.model)
         self.weights_changed()
 
@@ -372,6 +373,7 @@ def _arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
         "moe_backend": "auto" if current_platform.is_cpu() else "triton",  # others shuffle the experts' weights when they load
         "generation_config": "vllm",  # the model folder's sampling defaults must not change the requests
         **(_lora_arguments(setup) if setup.adapters else {}),
+        **({"enable_return_routed_experts": True} if setup.routed_experts else {}),
     }
 
 

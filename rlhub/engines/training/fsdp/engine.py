@@ -44,19 +44,19 @@ from rlhub.engines.training.packing import (
     action_flow_inputs,
     action_inputs,
     check_outputs,
-    columns_read,
     model_inputs,
     needed_tokens,
     picture_inputs,
     row_inputs,
+    rows_read,
 )
 from rlhub.engines.training.prefixes import cut_sorted, sort_rows
 from rlhub.errors import EngineError
+from rlhub.models.experts import RouterReplay, replay_in
 from rlhub.models.hf import ModelKind
 from rlhub.models.lora import lora_layers, lora_names, saved_config, saved_names, set_adapters
 from rlhub.models.packed_attention import use_flash_attention_3
 from rlhub.models.vision import ImageReader, image_reader
-from rlhub.protocol.sequences import IMAGES
 from rlhub.protocol.weights.pieces import Piece
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -105,6 +105,7 @@ class FSDPEngine(TrainEngine):
         self.layout: Layout | None = None
         self.optimizer: ShardedAdamW | None = None
         self.params: list[ShardedParam] = []
+        self.replay: RouterReplay | None = None  # of a model with experts
         self._loss_is_finite = True
         self._offloaded = False
 
@@ -127,6 +128,7 @@ class FSDPEngine(TrainEngine):
         )
         built = build_sharded(plan, self.layout, self.device)
         self.root, self.model, self.params = built.root, built.model, built.params
+        self.replay = replay_in(self.model)
         self.expert_load = load_of(self.model, self.device)
         self._sync_once = num_bytes(p.param for p in self.params if p.param.requires_grad) <= UNSHARDED_GRAD_BYTES
         if self.optim_config is not None:
@@ -175,8 +177,7 @@ class FSDPEngine(TrainEngine):
     def infer(self, rows: Rows, *, outputs: Iterable[str], adapters: bool = True) -> dict[str, Tensor]:
         self._prepare()
         wanted = check_outputs(self.kind, outputs)
-        names = (*columns_read(self.kind, self.vla), *([IMAGES] if self.reader and IMAGES in rows else []))
-        needed = {name: rows[name] for name in names}
+        needed = rows_read(rows, self.kind, self.vla)
         shape = needed["response_mask"].shape if "response_mask" in needed else needed["attention_mask"].shape[:1]
         results = {name: torch.zeros(shape, dtype=self._output_dtype) for name in wanted}
         self.root.eval()
@@ -208,6 +209,12 @@ class FSDPEngine(TrainEngine):
         return inputs
 
     def _forward(self, inputs: ModelInputs, wanted: frozenset[str]) -> ForwardOutputs:
+        if self.replay is not None:
+            self.replay.load(inputs.experts)
+        elif inputs.experts is not None:
+            raise EngineError(
+                f"the routers of {self.model_config.path} take no recorded experts: set actor.router_replay=disabled"
+            )
         values: dict[str, Tensor] = self.root(inputs, wanted)
         return ForwardOutputs(**{name: inputs.spread(value) for name, value in values.items()})
 

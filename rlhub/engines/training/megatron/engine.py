@@ -55,7 +55,7 @@ from rlhub.engines.training.megatron.weights import (
 )
 from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_rows, on_device, put_rows, take_rows, trim
 from rlhub.engines.training.optimizer import HostCopies
-from rlhub.engines.training.packing import check_outputs, columns_read, model_inputs, row_inputs
+from rlhub.engines.training.packing import check_outputs, model_inputs, row_inputs, rows_read
 from rlhub.errors import ConfigError, EngineError
 from rlhub.models.hf import SCALAR_HEAD, ModelKind
 from rlhub.models.lora import PEFT_MODEL, saved_config, scaling_of
@@ -239,7 +239,7 @@ class MegatronEngine(TrainEngine):
     def infer(self, rows: Rows, *, outputs: Iterable[str], adapters: bool = True) -> dict[str, Tensor]:
         self._prepare()
         names = sorted(check_outputs(self.kind, outputs))
-        needed = {name: rows[name] for name in columns_read(self.kind)}
+        needed = rows_read(rows, self.kind)
         shape = needed["response_mask"].shape if "response_mask" in needed else needed["attention_mask"].shape[:1]
         results = torch.zeros((len(names), *shape))
         passes: list[tuple[list[int], ForwardOutputs]] = []

@@ -85,7 +85,8 @@ def run_micro_batches(
 
     def forward(batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
-        hidden = chunk(batch.inputs.input_ids, batch.inputs.position_ids, batch.inputs.plan)
+        inputs = batch.inputs
+        hidden = chunk(inputs.input_ids, inputs.position_ids, inputs.plan, inputs.experts)
         return hidden, partial(_loss, finish, batch, chunk)
 
     batches = [map(make, range(count)) for _ in chunks]

@@ -86,6 +86,31 @@ def test_prefixes_are_shared_by_packed_rows_of_fsdp2(values: dict[str, object], 
     assert len(found) == bool(parts) and all(part in text for text in found for part in (*parts, "or prefix_packing=false"))
 
 
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({}, ""),
+        ({"actor_rollout_ref__actor__strategy": "megatron"}, ""),
+        ({"actor_rollout_ref__rollout__mode": "async"}, "rollout.mode=async: episodes"),
+        ({"actor_rollout_ref__model__vla": {"chunk": 1}}, "policy of actions"),
+        ({"trainer__replay_from": "/old"}, "trainer.replay_from=/old"),
+        ({"actor_rollout_ref__actor__prefix_packing": True}, "prefix_packing=true: rows that share a token"),
+        (
+            {
+                "actor_rollout_ref__actor__strategy": "megatron",
+                "actor_rollout_ref__actor__megatron__override_transformer_config": {"recompute_modules": ["moe"]},
+            },
+            "recompute_modules",
+        ),
+    ],
+)
+def test_experts_are_replayed_where_rows_bring_them(values: dict[str, object], part: str) -> None:
+    key = "actor_rollout_ref.actor.router_replay=rollout"
+    found = [text for text in checks.check(good(actor_rollout_ref__actor__router_replay="rollout", **values)) if key in text]
+    assert len(found) == bool(part) and all(part in text and "or router_replay=disabled" in text for text in found)
+    assert not any("router_replay" in text for text in checks.check(good(**values)))
+
+
 def test_problems_come_together() -> None:
     assert len(checks.check(good(trainer__test_freq=0, data__train_batch_size=64, trainer__save_freq=0))) == 3
 

@@ -7,7 +7,13 @@ import torch
 
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.training import ModelConfig
-from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup, engine_factory, resolve_engine_name
+from rlhub.engines.rollout.registry import (
+    RECORDING_PROBLEMS,
+    ROLLOUT_ENGINES,
+    RolloutSetup,
+    engine_factory,
+    resolve_engine_name,
+)
 from rlhub.engines.rollout.vllm.async_engine import AsyncVLLMEngine
 from rlhub.errors import EngineError, RegistryError
 
@@ -111,3 +117,19 @@ def test_limits_that_nobody_set_are_the_engines_own_on_a_gpu(
         max_response_length=100,
     )
     assert setup.step_limits() == {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
+
+
+def test_which_engines_tell_the_experts_of_tokens() -> None:
+    def reasons(name: str, device: str, **settings: object) -> list[str] | None:
+        judge = ROLLOUT_ENGINES.companion(name, RECORDING_PROBLEMS)
+        found: list[str] | None = None if judge is None else judge(RolloutConfig(name=name, **settings), device)  # type: ignore[arg-type]
+        return found
+
+    assert reasons("hf", "cpu") == reasons("vllm", "cuda") == []
+    assert reasons("remote", "cuda") is reasons("fake", "cpu") is reasons("vllm_async", "cuda") is None
+    for part, found in {
+        "rollout.name=hf": reasons("vllm", "cpu"),
+        "enable_prefix_caching=true": reasons("vllm", "cuda", enable_prefix_caching=False),
+        "tensor_model_parallel_size=1": reasons("vllm", "cuda", tensor_model_parallel_size=2),
+    }.items():
+        assert found is not None and len(found) == 1 and part in found[0]

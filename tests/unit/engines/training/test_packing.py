@@ -5,6 +5,9 @@ import torch
 
 from rlhub.engines.training.packing import model_inputs, row_inputs
 from rlhub.errors import EngineError
+from rlhub.models.experts import OWN
+from rlhub.protocol.columns import jagged
+from rlhub.protocol.sequences import ROUTED_EXPERTS
 
 CPU = torch.device("cpu")
 
@@ -71,3 +74,26 @@ def test_rows_without_tokens_get_zero(pack: bool) -> None:
     assert inputs.spread(torch.tensor([1.0, 3.0])).tolist() == [1, 0, 3]
     none = row_inputs({name: torch.zeros_like(column) for name, column in some.items()}, pack=pack, device=CPU)
     assert none.input_ids.shape == (1, 1) and none.spread(torch.zeros(0)).tolist() == [0, 0, 0]
+
+
+def recorded() -> torch.Tensor:
+    """Two experts of each token; the first row's last read token has none."""
+    parts = [torch.tensor([[1, 2], [3, 4], [5, 6]]), torch.tensor([[7, 8]]), torch.tensor([[9, 9], [9, 9], [9, 9]])]
+    return jagged(torch.cat(parts).to(torch.uint8), torch.tensor([3, 1, 3]))
+
+
+def test_recorded_experts_go_with_their_tokens() -> None:
+    given = rows() | {ROUTED_EXPERTS: recorded()}
+    packed, padded = (model_inputs(given, pack=pack, device=CPU).experts for pack in (True, False))
+    assert packed is not None and packed.tolist() == [[1, 2], [3, 4], [5, 6], [OWN, OWN], [7, 8]]
+    assert padded is not None and padded.tolist() == [*packed.tolist(), *[[OWN, OWN]] * 3]
+    assert model_inputs(rows(), pack=True, device=CPU).experts is None
+    given["response_mask"] = torch.zeros_like(given["response_mask"])
+    for pack in (True, False):  # the token that runs although nothing is to be learned
+        alone = model_inputs(given, pack=pack, device=CPU).experts
+        assert alone is not None and alone.tolist() == [[OWN, OWN]]
+
+
+def test_shared_tokens_have_no_recorded_experts() -> None:
+    with pytest.raises(EngineError, match="prefix_packing=false"):
+        model_inputs(rows() | {ROUTED_EXPERTS: recorded()}, pack=True, device=CPU, share_prefixes=True)
