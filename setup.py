@@ -1,8 +1,8 @@
 """Packaging of rlhub: a light core, and extras for the backends.
 
 `trainer_configs/` lies beside the package in the source tree and inside it in a wheel; `rlhub.config.compose.config_dir`
-finds it in both.  torch is pinned to one exact version because a looser requirement lets resolvers pick a CUDA build of
-several gigabytes on CPU machines.
+finds it in both.  torch and vLLM are ranges here: constraints.txt pins the tested versions, constraints-oldest.txt the oldest.
+Without an upper bound resolvers take a later torch, on CPU machines a CUDA build of several gigabytes.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent
 CONFIGS = [str(path.relative_to(ROOT / "trainer_configs")) for path in sorted((ROOT / "trainer_configs").rglob("*.yaml"))]
 
 CORE = [
-    "torch==2.13.0",
+    "torch>=2.11,<2.14",
     "numpy>=2.0,<3",
     "ray>=2.58,<2.59",
     "tensordict==0.15.3",
@@ -42,7 +42,7 @@ VLLM_CPU = [
     "regex", "cachetools", "sentencepiece", "tiktoken", "requests", "tqdm", "py-cpuinfo", "tokenizers", "protobuf",
     "fastapi>=0.133,<0.137", "starlette", "aiohttp", "openai", "pydantic", "prometheus_client", "pillow",
     "llguidance>=1.7,<1.8", "apache-tvm-ffi", "partial-json-parser", "jsonschema", "pyzmq", "msgspec", "pyyaml",
-    "setuptools==78.1.1", "einops", "compressed-tensors==0.17.0", "cloudpickle", "pybase64", "cbor2", "oss-harmony",
+    "setuptools>=77.0.3,<81", "einops", "compressed-tensors==0.17.0", "cloudpickle", "pybase64", "cbor2", "oss-harmony",
     "opentelemetry-sdk", "opentelemetry-api", "setproctitle", "watchfiles",
     "prometheus-fastapi-instrumentator", "model-hosting-container-standards",
     "ijson", "pycountry", "pydantic-extra-types",  # its parsers of tool calls and reasoning import them
@@ -91,7 +91,7 @@ setup(
     package_data={"rlhub": ["py.typed"], "rlhub.trainer_configs": CONFIGS},
     install_requires=CORE,
     extras_require={
-        "vllm": ["vllm==0.32.0"],
+        "vllm": ["vllm>=0.26,<0.33"],
         "vllm-cpu": VLLM_CPU,
         "megatron": ["megatron-core==0.16.1"],
         "tracking": TRACKING,

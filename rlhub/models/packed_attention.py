@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -34,8 +34,15 @@ FA3_PACKAGE, HOPPER = "flash_attn_interface", 9
 """FlashAttention 3, and the GPUs (by compute capability) that it is for."""
 NEW_GROUP_RATIO = 0.75  # a row shorter than this share of its group's longest opens a new group ...
 MIN_GROUP_TOKENS = 1024  # ... once the group is worth a kernel call of its own
-TAKES_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether the variable-length kernel has an argument for fewer key-value heads than queries; torch 2.11 takes them without."""
+
+
+def takes_grouped(kernel: Callable[..., Any]) -> bool:
+    """Returns whether the variable-length kernel has an argument for fewer key-value heads than queries; that of torch 2.11 takes
+    them without."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
+TAKES_GROUPED = takes_grouped(varlen_attn)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -114,7 +114,7 @@ class LookedInto(RolloutServer):
         self.limit.lift()
         while self.vllm.load:
             await asyncio.sleep(0.001)
-        return completion, self.vllm._running()._llm.get_num_unfinished_requests()
+        return completion, self.vllm._running()._llm.output_processor.get_num_unfinished_requests()
 
     async def in_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Of Inside."""

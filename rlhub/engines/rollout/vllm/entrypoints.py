@@ -238,6 +238,7 @@ class AsyncClient:
             log_stats=False,
             log_requests=False,
         )
+        self._versions = internals.token_versions(self._llm)
         self._adapter = ADAPTER if setup.adapters else None
         self._entry = asyncio.Lock()  # held while a request travels to the core, so that none does during a pause
 
@@ -256,7 +257,7 @@ class AsyncClient:
             answer = _Answer(params, on_tokens)
             while not answer.add(queue.get_nowait() or await queue.get()):
                 pass
-            return answer.completion()
+            return answer.completion(self._versions.of(queue, answer.last))
         except (asyncio.CancelledError, EngineError):
             await self._llm.abort(key)
             raise
@@ -278,7 +279,7 @@ class AsyncClient:
 
     async def set_version(self, version: int) -> None:
         """Marks the tokens of later steps with this version."""
-        await self._llm.update_weight_version(str(version))
+        await self._versions.change(version)
 
     async def call_workers(self, target: str, method: str, arguments: bytes) -> list[bytes]:
         """Calls WorkerExtension.rlhub_call between two steps; returns one reply per worker."""
@@ -306,23 +307,22 @@ class _Answer:
     def __init__(self, params: SamplingParams, on_tokens: OnTokens | None) -> None:
         self._params, self._on_tokens = params, on_tokens
         self._written = Completion(token_ids=[], log_probs=[], finish_reason="abort")
-        self._last: CompletionOutput | None = None
+        self.last: CompletionOutput | None = None
 
     def add(self, output: RequestOutput) -> bool:
         """Adds an output; returns whether it is the last."""
-        self._last, part = output.outputs[0], progress_of(output, self._params)
+        self.last, part = output.outputs[0], progress_of(output, self._params)
         self._written.extend(part)
         if self._on_tokens is not None and part.token_ids:
             self._on_tokens(part)
         return bool(output.finished)
 
-    def completion(self) -> Completion:
-        """Returns the completion.  Call after the last output."""
-        assert self._last is not None
-        versions = [int(span.version) for span in self._last.weight_versions or () for _ in range(span.start, span.end)]
+    def completion(self, versions: list[int]) -> Completion:
+        """Returns the completion, given the version of each token.  Call after the last output."""
+        assert self.last is not None
         if len(versions) != len(self._written.token_ids):
             raise EngineError(f"vLLM returned {len(versions)} versions for {len(self._written.token_ids)} tokens")
-        return replace(self._written, versions=versions, finish_reason=finish_reason_of(self._last))
+        return replace(self._written, versions=versions, finish_reason=finish_reason_of(self.last))
 
 
 class CoreExecutor(UniProcExecutor):  # type: ignore[misc]  # vLLM's types are not read

@@ -7,22 +7,26 @@ reason for its use, and a unit test reports the ones that the installed vLLM lac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import vllm._custom_ops as custom_ops
 from torch import Tensor, nn
-from vllm import LLM, AsyncLLMEngine
+from vllm import LLM, AsyncLLMEngine, CompletionOutput
 from vllm.distributed import destroy_model_parallel
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers import utils as layer_utils
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -33,6 +37,11 @@ from rlhub.errors import EngineError
 
 __all__ = ["MultiprocExecutor", "UniProcExecutor"]
 ADAPTER_ID = 1  # of the only LoRA adapter of an engine; vLLM counts from 1
+CPU_EXPERTS: Any = vars(cpu_moe).get("CPUUnquantizedExperts")
+OLDER_EXPERTS = "vllm.model_executor.layers.fused_moe.cpu_fused_moe"
+"""Experts on CPU: the class of vLLM 0.28 and later, None before; and the module that has theirs before."""
+ROUTING = ("custom_routing_function", "renormalize", "scoring_func", "use_grouped_topk")
+"""How a kernel that chooses the experts does it: attributes of vLLM's layer and of the kernel."""
 
 INTERNALS = {
     "vllm._custom_ops:_supports_onednn": "linear layers on CPU must compute with the parameters that updates write",
@@ -41,15 +50,11 @@ INTERNALS = {
     "vllm.lora.model_manager:LoRAModelManager.activate_adapter": "new adapters come from memory",
     "vllm.lora.model_manager:LoRAModelManager.get_adapter": "to know which layers the adapter has",
     "vllm.lora.peft_helper:PEFTHelper": "new adapters come from memory",
-    "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts._padded_intermediate_size": (
-        "experts on CPU must compute with the parameters that updates write"
-    ),
     "vllm.model_executor.layers.quantization.fp8:Fp8LinearMethod": "its kernel, fp8_linear, decides the layout of the weights",
     "vllm.model_executor.layers.utils:check_cpu_sgl_kernel": "linear layers on CPU must compute with the parameters",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes": "to refuse a model before it is built",
     "vllm.v1.engine.async_llm:AsyncLLM.engine_core": "vLLM's own pause sleeps 20 ms, several times an exchange of weights",
     "vllm.v1.engine.core_client:AsyncMPClient.pause_scheduler_async": "the pause without that sleep",
-    "vllm.v1.engine.core_client:InprocClient._finalizer": "it would destroy the trainer's process group",
     "vllm.v1.engine.llm_engine:LLMEngine.engine_core": "to shut the engine down, which its public interface cannot",
     "vllm.v1.engine.llm_engine:LLMEngine.model_executor": "to shut the engine down and leave the process group alone",
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor": "the engine core must end with the process that owns it",
@@ -57,6 +62,23 @@ INTERNALS = {
     "vllm.v1.executor.uniproc_executor:UniProcExecutor": "the engine core must end with the process that owns it",
 }
 """Maps `module:name` or `module:Class.attribute` to the reason for its use."""
+NEWER_INTERNALS = {
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts._padded_intermediate_size": (
+        "experts on CPU must compute with the parameters that updates write",
+        ["vllm.model_executor.layers.fused_moe.cpu_fused_moe:CPUFusedMOE.init_moe_torch"],
+    ),
+    "vllm.outputs:CompletionOutput.weight_versions": (
+        "to know which policy sampled a token",
+        [
+            "vllm.v1.engine.async_llm:AsyncLLM.output_processor",
+            "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+            "vllm.v1.engine.output_processor:OutputProcessor.request_states",
+            "vllm.v1.engine.output_processor:RequestState.queue",
+        ],
+    ),
+    "vllm.v1.engine.core_client:InprocClient._finalizer": ("it would destroy the trainer's process group", []),
+}
+"""Maps what some supported vLLM lacks to the reason for its use, and to what is used there instead, if anything must be."""
 
 
 def keep_weights_unpacked() -> None:
@@ -66,25 +88,49 @@ def keep_weights_unpacked() -> None:
     Repacking frees the parameters, so they could not be written again, and with tied embeddings vLLM would silently go on
     computing logits from the old output layer.  Experts have no other kernel: theirs are packed for every pass.
     """
-    if current_platform.is_cpu():
-        custom_ops._supports_onednn = False
-        layer_utils.check_cpu_sgl_kernel = lambda *_: False
-        CPUUnquantizedExperts.process_weights_after_loading = lambda *_: None
-        CPUUnquantizedExperts.apply = _apply_experts
+    if not current_platform.is_cpu():
+        return
+    custom_ops._supports_onednn = False
+    layer_utils.check_cpu_sgl_kernel = lambda *_: False
+    if CPU_EXPERTS is not None:
+        CPU_EXPERTS.process_weights_after_loading = _keep_experts
+        CPU_EXPERTS.apply = _apply_experts
+    else:
+        importlib.import_module(OLDER_EXPERTS).CPUFusedMOE.__init__ = _loop_over_experts
 
 
-_apply_packed = CPUUnquantizedExperts.apply
+_apply_packed: Any = None if CPU_EXPERTS is None else CPU_EXPERTS.apply
 
 
-def _apply_experts(self: CPUUnquantizedExperts, *, w1: Tensor, w2: Tensor, **more: Any) -> None:
+def _loop_over_experts(self: Any, layer: nn.Module) -> None:
+    """Makes the experts of vLLM 0.27 and older compute as linear layers, with the parameters that the layer then has: those of
+    vLLM's own loop remember the first ones."""
+    self.isa, self.forward_method = "none", self.forward_torch
+    self.init_moe_torch(layer)
+    for linear, weight in {"gate_up_linear": "w13_weight", "down_linear": "w2_weight"}.items():
+        experts = range(len(getattr(layer, weight)))
+        setattr(layer, linear, [partial(_expert, layer, weight, expert) for expert in experts])
+
+
+def _expert(layer: nn.Module, weight: str, expert: int, hidden: Tensor) -> Tensor:
+    return nn.functional.linear(hidden, getattr(layer, weight)[expert])
+
+
+def _keep_experts(self: Any, layer: nn.Module) -> None:
+    """Does what is left of vLLM's preparation without the packing: in vLLM 0.28 and 0.29 the kernel chooses the experts too, and
+    has to know how."""
+    vars(self).update({name: getattr(layer, name) for name in vars(self).keys() & ROUTING})
+
+
+def _apply_experts(self: Any, *, w1: Tensor, w2: Tensor, **more: Any) -> Any:
     """Computes with the parameters as they are, w1 (experts, 2 x intermediate, hidden) and w2 (experts, hidden, intermediate),
-    padded to what the kernel asks for."""
+    padded to what the kernel asks for.  Returns what vLLM's own method does."""
     num_experts, hidden, width = w2.shape
     padding = self._padded_intermediate_size(self.moe_config) - width
     gate_up = nn.functional.pad(w1.view(num_experts, 2, width, hidden), (0, 0, 0, padding)).view(num_experts, -1, hidden)
     down = nn.functional.pad(w2, (0, padding))
     packed = [custom_ops.cpu_prepack_moe_weight(weight.contiguous(), self.isa) for weight in (gate_up, down)]
-    _apply_packed(self, w1=packed[0], w2=packed[1], **more)
+    return _apply_packed(self, w1=packed[0], w2=packed[1], **more)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,7 +210,7 @@ def check_fp8_kernels(model: nn.Module) -> None:
         method = vars(module).get("quant_method")
         if not isinstance(method, Fp8LinearMethod):
             continue
-        name = str(type(method.fp8_linear)).rpartition(".")[2].rstrip("'>")
+        name = type(getattr(method, "fp8_linear", method)).__name__  # older versions have no kernel of its own there
         if name not in PLAIN_FP8_KERNELS:
             raise EngineError(
                 f"vLLM computes {path} with {name}, in whose layout of quantized weights new ones are not known to be right; "
@@ -207,10 +253,64 @@ async def pause(llm: AsyncLLMEngine) -> None:
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
 
+class ReportedVersions:
+    """Versions of the weights that sampled each token, as vLLM marks them itself."""
+
+    def __init__(self, llm: AsyncLLMEngine) -> None:
+        self.llm = llm
+
+    async def change(self, version: int) -> None:
+        """Marks the tokens of later steps with this version.  The engine is paused, or has no requests."""
+        await self.llm.update_weight_version(str(version))
+
+    def of(self, queue: Any, last: CompletionOutput) -> list[int]:
+        """Returns the version of each token of a request, from what `add_request` returned and its last output."""
+        return [int(span.version) for span in last.weight_versions or () for _ in range(span.start, span.end)]
+
+
+class TimedVersions:
+    """The same where vLLM's outputs have no versions, which is before 0.32: from the time at which the engine core made them.
+
+    The core runs on this machine, so that its monotonic clock is this process's.  No step runs while the version changes, so that
+    no token is made at that time.
+    """
+
+    def __init__(self, llm: AsyncLLMEngine) -> None:
+        self.llm = llm
+        self.changes: list[tuple[float, int]] = []
+        self.versions: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # by the queue of a request's outputs
+        self.process = llm.output_processor.process_outputs
+        llm.output_processor.process_outputs = self.mark
+
+    async def change(self, version: int) -> None:
+        await self.llm.is_paused()  # outputs of earlier steps reach their readers before the answer does
+        self.changes.append((time.monotonic(), version))
+
+    def of(self, queue: Any, last: CompletionOutput) -> list[int]:
+        return self.versions.get(queue, [])
+
+    def mark(self, outputs: Sequence[Any], made: float, *more: Any) -> Any:
+        version = next(version for since, version in reversed(self.changes) if since <= made)
+        for output in outputs:
+            state = self.llm.output_processor.request_states.get(output.request_id)
+            if state is not None:  # otherwise the request has ended
+                self.versions.setdefault(state.queue, []).extend([version] * len(output.new_token_ids))
+        return self.process(outputs, made, *more)
+
+
+TokenVersions = ReportedVersions | TimedVersions
+
+
+def token_versions(llm: AsyncLLMEngine) -> TokenVersions:
+    """Returns how to know the versions of the engine's tokens.  Call before its first request."""
+    reported = any(field.name == "weight_versions" for field in fields(CompletionOutput))
+    return ReportedVersions(llm) if reported else TimedVersions(llm)
+
+
 def spare_process_group(llm: LLM) -> None:
     """Keeps garbage collection from shutting the engine down, which would destroy torch's default process group.
 
-    The engine core of vLLM 0.26 has no such finalizer.
+    The engine core of vLLM 0.30 and older has no such finalizer.
     """
     finalizer = vars(llm.llm_engine.engine_core).get("_finalizer")
     if finalizer is not None:

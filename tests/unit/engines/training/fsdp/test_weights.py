@@ -5,11 +5,18 @@ from __future__ import annotations
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from rlhub.engines.training.fsdp import weights
+
+
+def gather_of_2_11(output: Any, own: Any, group: Any = None) -> None: ...
+
+
+def gather_of_2_13(output: Any, own: Any, group: Any = None) -> None: ...
 
 
 def built_again(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -22,7 +29,11 @@ def built_again(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_all_gather_is_torchs_of_either_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert weights.ALL_GATHER is dist.all_gather_single
-    monkeypatch.delattr(dist, "all_gather_single")  # torch 2.11 has no such function
-    assert built_again(monkeypatch).ALL_GATHER is dist.all_gather_into_tensor
+@pytest.mark.parametrize("newer", [True, False])
+def test_all_gather_is_torchs_of_either_version(monkeypatch: pytest.MonkeyPatch, newer: bool) -> None:
+    """Whichever torch is installed."""
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather_of_2_11)
+    monkeypatch.setattr(dist, "all_gather_single", gather_of_2_13, raising=False)
+    if not newer:
+        monkeypatch.delattr(dist, "all_gather_single")
+    assert built_again(monkeypatch).ALL_GATHER is (gather_of_2_13 if newer else gather_of_2_11)
