@@ -40,6 +40,7 @@ class EnteredRollout(RolloutPart):
         self.config = ActorRolloutRefConfig()
         self.runtime = WorkerRuntime(device="cpu", seed=SEED, max_prompt_length=8, max_response_length=TOKENS)
         self.device = torch.device("cpu")
+        self.records_experts = False
         self.vocabulary = Vocabulary(size=16, stop_token_ids=(2,), pad_id=0)
         self.rollout = VLLMEngine(
             RolloutSetup(
@@ -77,6 +78,7 @@ class EnteredRollout(RolloutPart):
         vllm.llm.llm_engine = core
         vllm.llm.model_config = SimpleNamespace(get_vocab_size=lambda: self.vocabulary.size)
         vllm._salt, vllm._failure, vllm._stream, vllm._devices, vllm.adapter = "weights-0", None, None, [], None
+        vllm.expert_layers = []
         engine._llm, engine._ready = vllm, True
 
     def _widest(self, width: int) -> int:

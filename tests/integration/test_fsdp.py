@@ -17,8 +17,9 @@ WORLDS = (1, 2, 4)
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Tiny models with awkward sizes: 67 tokens divide by no number of ranks."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    from tests.support.tiny_models import save_moved_models
 
     sizes = {
         "vocab_size": 67,
@@ -34,16 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "qwen3": Qwen3Config(**sizes, head_dim=6, tie_word_embeddings=False),
         "llama": LlamaConfig(**sizes, tie_word_embeddings=False),
     }
-    paths = {}
-    for name, config in configs.items():
-        torch.manual_seed(7)
-        path = tmp_path_factory.mktemp("models") / name
-        model = AutoModelForCausalLM.from_config(config)
-        for param in model.parameters():  # away from the zeros and ones of a fresh model
-            param.data.add_(torch.randn_like(param) * 0.1)
-        model.save_pretrained(path)
-        paths[name] = str(path)
-    return paths
+    return save_moved_models(configs, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture

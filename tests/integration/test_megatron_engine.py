@@ -44,7 +44,9 @@ def group(tmp_path_factory: pytest.TempPathFactory):
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Tiny models: 67 tokens are padded by tensor parallelism, four layers go round two interleaved stages."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+    from tests.support.tiny_models import save_moved_models
 
     sizes = {
         "vocab_size": 67,
@@ -62,15 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "qwen3": Qwen3Config(**more_heads, head_dim=6, tie_word_embeddings=False),
         "experts": Qwen3MoeConfig(**sizes, **experts, head_dim=6, tie_word_embeddings=False),
     }
-    paths = {}
-    for name, config in configs.items():
-        torch.manual_seed(7)
-        path = tmp_path_factory.mktemp("models") / name
-        model = AutoModelForCausalLM.from_config(config)
-        for param in model.parameters():  # away from the zeros and ones of a fresh model
-            param.data.add_(torch.randn_like(param) * 0.1)
-        model.save_pretrained(path)
-        paths[name] = str(path)
+    paths = save_moved_models(configs, tmp_path_factory.mktemp("models"))
     torch.manual_seed(11)
     classifier = AutoModelForSequenceClassification.from_pretrained(paths["qwen2"], num_labels=1)
     classifier.score.weight.data.normal_()

@@ -28,8 +28,9 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """all: experts in every layer; some: not in the second; shared: an expert beside them for all tokens, in every other layer;
     many: so many that some are nearly as good as others."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig
+    from transformers import Qwen2MoeConfig, Qwen3MoeConfig
+
+    from tests.support.tiny_models import save_moved_models
 
     sizes = {
         "vocab_size": 67,
@@ -49,16 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "many": Qwen3MoeConfig(**sizes | {"num_experts": 16, "num_experts_per_tok": 4}, head_dim=6, norm_topk_prob=True),
         "shared": Qwen2MoeConfig(**sizes, norm_topk_prob=False, shared_expert_intermediate_size=12, decoder_sparse_step=2),
     }
-    paths = {}
-    for name, config in configs.items():
-        torch.manual_seed(7)
-        path = tmp_path_factory.mktemp("models") / name
-        model = AutoModelForCausalLM.from_config(config)
-        for param in model.parameters():  # away from the zeros and ones of a fresh model
-            param.data.add_(torch.randn_like(param) * 0.1)
-        model.save_pretrained(path)
-        paths[name] = str(path)
-    return paths
+    return save_moved_models(configs, tmp_path_factory.mktemp("models"))
 
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {

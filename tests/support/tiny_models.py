@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -66,6 +69,17 @@ def save_tiny_model(folder: Path, family: Family = "qwen2", *, tied: bool = True
     model = tiny_model(family, tied=tied, seed=seed)
     model.save_pretrained(folder)
     return model
+
+
+def save_moved_models(configs: Mapping[str, PreTrainedConfig], folder: Path) -> dict[str, str]:
+    """Random language models away from the zeros and ones of a fresh one, written below `folder`; returns their folders."""
+    for name, config in configs.items():
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config)
+        for param in model.parameters():
+            param.data.add_(torch.randn_like(param) * 0.1)
+        model.save_pretrained(folder / name)
+    return {name: str(folder / name) for name in configs}
 
 
 def full_forward(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:

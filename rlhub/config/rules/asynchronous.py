@@ -46,10 +46,9 @@ def may_be_stale(config: PPOConfig) -> bool:
 
 def takes_turns(config: PPOConfig) -> bool:
     """Returns True where replicas run on the actor's devices and nothing generates while it trains, so that each can have the
-    device's memory in turn: those of vllm and hf, whose engines are in the replicas' own processes."""
-    rollout = config.actor_rollout_ref.rollout
-    in_process = rollout.name in ("auto", "vllm", "hf") and not is_collected(config)
-    return is_async(config) and in_process and not may_be_stale(config) and not is_separate(config.trainer, "rollout")
+    device's memory in turn."""
+    beside = is_async(config) and not is_collected(config) and not is_separate(config.trainer, "rollout")
+    return beside and not may_be_stale(config)
 
 
 def replica_places(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> list[int]:

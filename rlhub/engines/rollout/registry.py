@@ -90,9 +90,10 @@ QUANTIZED: (rollout section, content of config.json, *, device) -> reasons why t
     rollout.quantization; an engine without it holds weights as they are.
 RECORDING_PROBLEMS: (rollout section, device) -> sentences on what keeps the engine from telling the experts of its tokens;
     without it the engine cannot.
+SLEEPS: (rollout section) -> whether a replica's engine frees memory when it sleeps; without it the engine does not.
 """
 
-PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE = "parallel_service", "most_replicas", "memory_share"
+PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE, SLEEPS = "parallel_service", "most_replicas", "memory_share", "sleeps"
 MODEL_PROBLEMS, QUANTIZED, RECORDING_PROBLEMS = "model_problems", "quantized", "recording_problems"
 _CHECKS = "rlhub.engines.rollout.registry"
 _PROCESSES = "rlhub.engines.rollout.vllm.async_engine:AsyncVLLMEngine"
@@ -107,6 +108,7 @@ ROLLOUT_ENGINES.add_lazy(
         PARALLEL_SERVICE: _PROCESSES,
         QUANTIZED: f"{_CHECKS}:vllm_reasons",
         RECORDING_PROBLEMS: f"{_CHECKS}:vllm_recording_problems",
+        SLEEPS: f"{_CHECKS}:is_one_process",
         **_VLLM,
     },
 )
@@ -121,6 +123,7 @@ ROLLOUT_ENGINES.add_lazy(
         MEMORY_SHARE: f"{_CHECKS}:no_share",
         QUANTIZED: f"{_CHECKS}:hf_reasons",
         RECORDING_PROBLEMS: f"{_CHECKS}:no_recording_problems",
+        SLEEPS: f"{_CHECKS}:is_one_process",
     },
 )
 ROLLOUT_ENGINES.add_lazy(
@@ -155,6 +158,17 @@ def most_replicas(config: RolloutConfig) -> int | None:
     """Returns the largest number of replicas that a service of single requests can have, or None if the engine has no limit."""
     limit: Callable[[RolloutConfig], int] | None = ROLLOUT_ENGINES.companion(resolve_engine_name(config.name), MOST_REPLICAS)
     return None if limit is None else limit(config)
+
+
+def replicas_sleep(config: RolloutConfig) -> bool:
+    """Returns whether replicas with the configured engine free memory when they sleep, as `free_cache_engine` wants."""
+    judge: Callable[[RolloutConfig], bool] | None = ROLLOUT_ENGINES.companion(resolve_engine_name(config.name), SLEEPS)
+    return config.free_cache_engine and judge is not None and judge(config)
+
+
+def is_one_process(config: RolloutConfig) -> bool:
+    """Returns whether a replica's engine is in the replica's own process."""
+    return config.tensor_model_parallel_size == 1
 
 
 def memory_share(name: str, config: RolloutConfig | JudgeConfig) -> float | None:

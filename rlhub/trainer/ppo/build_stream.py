@@ -23,6 +23,7 @@ from rlhub.config.rules.asynchronous import takes_turns
 from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.order import ResumableLoader
+from rlhub.engines.rollout.registry import replicas_sleep
 from rlhub.errors import ConfigError
 from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
 from rlhub.rewards import RewardManager
@@ -160,7 +161,7 @@ def build_stream(
         executor=executor,
         publisher=publisher,
         service=service,
-        replicas_sleep=takes_turns(config) and config.actor_rollout_ref.rollout.free_cache_engine,
+        replicas_sleep=takes_turns(config) and replicas_sleep(config.actor_rollout_ref.rollout),
         outcomes=scoring.outcomes,
         vocabulary=episodes.vocabulary,
         log=log,

@@ -22,7 +22,7 @@ from rlhub.config.sections.reward import JudgeConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Recompute
-from rlhub.engines.rollout.registry import BLOCK, memory_share
+from rlhub.engines.rollout.registry import BLOCK, memory_share, replicas_sleep
 from rlhub.errors import ConfigError
 from rlhub.models.shape import count_params, read_model_shape
 from rlhub.trainer.ppo.requirements import requirements
@@ -259,8 +259,8 @@ def _shares(config: PPOConfig) -> dict[str, list[Share]]:
     found: dict[str, list[Share]] = {}
     rollout, judge, trainer = config.actor_rollout_ref.rollout, config.reward_model.judge, config.trainer
     if not trainer.replay_from and not asynchronous.is_collected(config):
-        stays = asynchronous.is_async(config) and not asynchronous.takes_turns(config)
-        always = stays or not rollout.free_cache_engine
+        turns = asynchronous.takes_turns(config) and replicas_sleep(rollout)
+        always = not turns if asynchronous.is_async(config) else not rollout.free_cache_engine
         size = 4 if rollout.dtype == "float32" or (rollout.dtype, trainer.device) == ("auto", "cpu") else 2
         share = _share_of(rollout.name, rollout, _ROLLOUT, config.actor_rollout_ref.model, size, always=always)
         if rollout.quantization:

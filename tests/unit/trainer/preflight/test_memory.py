@@ -100,7 +100,8 @@ def test_an_engine_that_never_gives_its_memory_back_counts_in_the_step() -> None
     turns = {f"{ROLLOUT}mode": "async"}
     assert check_memory(grpo("7b", 2, **{f"{FSDP}param_offload": True}, **turns), 79.6) == []
     ahead = turns | {"trainer__max_staleness": 1}
-    for keeps in ({f"{ROLLOUT}free_cache_engine": False}, turns | {f"{ROLLOUT}free_cache_engine": False}, ahead):
+    processes = turns | {f"{ROLLOUT}name": "vllm_async"}
+    for keeps in ({f"{ROLLOUT}free_cache_engine": False}, turns | {f"{ROLLOUT}free_cache_engine": False}, ahead, processes):
         (problem,) = check_memory(grpo("7b", 2, **{f"{FSDP}param_offload": True}, **keeps), 79.6)
         assert "in the optimizer step" in problem and f"{_R}.gpu_memory_utilization" in problem
 
