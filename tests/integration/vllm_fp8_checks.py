@@ -171,6 +171,8 @@ def test_updates_reach_the_memory_that_a_known_kernel_reads(
     kernel: str, size: int, stored: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With such a kernel the parameters are ready for it as they were loaded, and each update writes into the same memory."""
+    if not hasattr(kernels, kernel):
+        pytest.skip(f"this vLLM has no {kernel}")
     monkeypatch.setattr(fp8, "init_fp8_linear_kernel", lambda **given: _kernel(kernel, **given))
     model = load(layer(monkeypatch, size, size - 1), {name: tensor.clone() for name, tensor in stored.items()})
     finish(model)
@@ -234,7 +236,7 @@ def test_other_layouts_are_refused(stored: dict[str, Tensor], monkeypatch: pytes
 def test_other_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     disabled = environment.QUANTIZED_VARIABLES["VLLM_DISABLED_KERNELS"].split(",")
     known = {kernel.__name__ for kernel in kernels._POSSIBLE_FP8_BLOCK_KERNELS[kernels.PlatformEnum.CUDA]}
-    assert known == {*disabled, *PLAIN_FP8_KERNELS}, "a kernel of this vLLM is neither known nor disabled"
+    assert known <= {*disabled, *PLAIN_FP8_KERNELS}, "a kernel of this vLLM is neither known nor disabled"
     model = layer(monkeypatch, 1, 0)
     model.get_submodule(f"{PREFIX}.mlp.down_proj").quant_method.fp8_linear = nn.Identity()
     with pytest.raises(EngineError, match=r"down_proj with Identity.*quantization=null"):
