@@ -1,5 +1,5 @@
 """A fleet to which anything happens at any time: replicas are killed, fail, hang, are restarted, removed and added, sampling is
-paused, weights come, versions are pinned, requests are followed, aborted and cancelled."""
+paused, weights come, with sleep before them or without, versions are pinned, requests are followed, aborted and cancelled."""
 
 from __future__ import annotations
 
@@ -92,6 +92,9 @@ class Life:
         """As a trainer does: one after the other."""
         while not self.over:
             await self.wait_a_little(20.0)
+            if self.version % 3 == 1:
+                await self.fleet.sleep(keep_weights=False)
+                await self.wait_a_little(5.0)
             self.version += 1
             version = self.version
             await self.router.update("folder", version)
