@@ -48,6 +48,7 @@ NEEDED = {
 USER_IDS, NUM_USER_IDS = 2_000_000_000, 1 << 21  # far above those that systems give out
 NUM_OPEN_FILES = 1024
 PROBE_S = 30.0
+STATUS_BYTES = 1 << 12
 ENTER = '[ $PPID = "$1" ] || exit 125; shift; while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
 """Ends if this process, whose id comes first, ended before the kernel was asked to say so; then enters groups, runs the rest."""
 Mode = Literal["root", "user"]
@@ -90,17 +91,15 @@ class BwrapSandbox(Sandbox):
         given = given or Given()
         async with self._one, tunnel(given.reach, self._files.work, self._provider.python) as through:
             group = self._group()
-            reader, writer = os.pipe()
+            status = os.memfd_create("status")  # a pipe whose reader was killed would end bwrap before what it is starting
             try:
                 seconds = given.seconds(self._limits)
                 bounded = [_program("timeout"), "--signal=KILL", f"{seconds + END_S}", *through, *command]
-                launcher = self._launcher(bounded, seconds, group, writer, given.env)
+                launcher = self._launcher(bounded, seconds, group, status, given.env)
                 result = await RunningCommand(launcher, self._limits).run(stdin, seconds)
-                os.set_blocking(reader, False)
-                return self._judged(result, group, _status(reader))
+                return self._judged(result, group, os.pread(status, STATUS_BYTES, 0).decode(errors="replace"))
             finally:
-                os.close(reader)
-                os.close(writer)
+                os.close(status)
                 if group is not None:
                     await asyncio.to_thread(group.remove)
 
@@ -285,10 +284,3 @@ def _read_only(paths: tuple[str, ...]) -> list[str]:
         link = path in SYSTEM and os.path.islink(path)
         found += ["--symlink", os.readlink(path), path] if link else ["--ro-bind", path, path]
     return found
-
-
-def _status(reader: int) -> str:
-    try:
-        return os.read(reader, 1 << 12).decode(errors="replace")
-    except BlockingIOError:
-        return ""

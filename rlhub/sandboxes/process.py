@@ -90,9 +90,12 @@ class RunningCommand:
             raise SandboxError(f"{self._launcher.argv[0]} cannot be started: {error}") from error
 
     def _end(self, cause: Cause) -> None:
-        """Kills the launcher and what it is starting, for `cause` if there is no earlier one."""
+        """Kills the launcher and what it is starting, for `cause` if there is no earlier one.
+
+        Also where the launcher itself has ended: what it was starting when something else killed it is left, in its group.
+        """
         self.cause = self.cause or cause
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 

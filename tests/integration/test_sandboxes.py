@@ -6,6 +6,7 @@ Every attack runs in both modes, root's and that of a user namespace, and with t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -358,32 +359,59 @@ asyncio.run(main())
     assert until(lambda: not any(mark in str(process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])))
 
 
-def test_what_bwrap_is_starting_ends_with_the_process_that_opened_it(mode: Mode) -> None:
-    """bwrap has made the namespace's first process, which waits for it, and stops there: nobody reads what it says of it."""
-    mark = f"rlhub-stuck-{os.getpid()}-{time.monotonic_ns()}"
-    program = f"""
+STARTING = """
 import asyncio, os
-from rlhub.sandboxes.bwrap import BwrapProvider, BwrapSandbox
-class Stuck(BwrapSandbox):
+from rlhub.sandboxes import bwrap
+class Stuck(bwrap.BwrapSandbox):
     def _launcher(self, command, seconds, group, status, env):
-        os.set_blocking(status, False)
-        try:
-            while True: os.write(status, b"x")
-        except BlockingIOError:
-            os.set_blocking(status, True)
-        return super()._launcher(command, seconds, group, status, env)
-asyncio.run(Stuck(BwrapProvider(), {mode!r}).exec(["sh", "-c", "sleep 100; : {mark}"]))
+        return super()._launcher(command, seconds, group, {full}, env)
+sandbox = Stuck(bwrap.BwrapProvider(limits=bwrap.SandboxLimits(timeout_s={timeout_s})), {mode!r})
+try:
+    asyncio.run(sandbox.exec(["sh", "-c", "sleep 100; : {mark}"]))
+except bwrap.SandboxError as error:
+    print("ended:", error)
 """
 
-    def started() -> list[psutil.Process]:
-        """Returns bwrap and the process that it has made."""
-        found = psutil.process_iter(["name", "cmdline"])
-        return [process for process in found if process.info["name"] == "bwrap" and mark in str(process.info["cmdline"])]
 
-    with subprocess.Popen([sys.executable, "-c", program]) as driver:
-        assert until(lambda: len(started()) == 2, 30)
+@pytest.fixture
+def full() -> Iterator[int]:
+    """A pipe that takes no more: bwrap has made the namespace's first process, which waits for it, and stops at saying so."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x")
+    os.set_blocking(writer, True)
+    yield writer
+    os.close(reader)
+    os.close(writer)
+
+
+def starting(mark: str) -> list[psutil.Process]:
+    """Returns bwrap and the process that it has made."""
+    found = psutil.process_iter(["name", "cmdline"])
+    return [process for process in found if process.info["name"] == "bwrap" and mark in str(process.info["cmdline"])]
+
+
+def test_what_bwrap_is_starting_ends_with_the_process_that_opened_it(mode: Mode, full: int) -> None:
+    mark = f"rlhub-stuck-{os.getpid()}-{time.monotonic_ns()}"
+    program = STARTING.format(full=full, mode=mode, mark=mark, timeout_s=60.0)
+    with subprocess.Popen([sys.executable, "-c", program], pass_fds=[full]) as driver:
+        assert until(lambda: len(starting(mark)) == 2, 30)
         driver.kill()
-    assert until(lambda: not started())
+    assert until(lambda: not starting(mark))
+
+
+def test_what_bwrap_was_starting_when_something_else_killed_it_ends_in_time(mode: Mode, full: int) -> None:
+    mark = f"rlhub-killed-{os.getpid()}-{time.monotonic_ns()}"
+    program = STARTING.format(full=full, mode=mode, mark=mark, timeout_s=3.0)
+    with subprocess.Popen([sys.executable, "-c", program], pass_fds=[full], stdout=subprocess.PIPE, text=True) as driver:
+        assert until(lambda: len(starting(mark)) == 2, 30)
+        found = starting(mark)
+        (outer,) = [process for process in found if process.ppid() not in [other.pid for other in found]]
+        outer.kill()
+        said, _ = driver.communicate(timeout=30)
+    assert driver.returncode == 0 and until(lambda: not starting(mark)), said
 
 
 def test_a_command_that_does_not_exist_is_a_result(mode: Mode) -> None:
