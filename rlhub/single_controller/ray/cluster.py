@@ -61,14 +61,27 @@ EXCLUDES = (
 """Patterns in the form of gitignore.  Data and weights are read from paths that all nodes see, not shipped with the code."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reaper:
+    """The process that ends the rest of a cluster started here when this one is killed.  entry, folder: by which it is known."""
+
+    process: subprocess.Popen[bytes]
+    entry: str
+    folder: str
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
 @dataclass(slots=True, kw_only=True)
 class Connection:
     """The cluster of this process.  owned: it was started here (so it may be sized, and is stopped).  joined: it was joined here.
-    reaper: the process that ends the rest of an owned cluster when this one is killed."""
+    reaper: of an owned cluster."""
 
     owned: bool
     joined: bool = False
-    reaper: subprocess.Popen[bytes] | None = None
+    reaper: Reaper | None = None
 
     def close(self) -> None:
         lost = loss() is not None or (self.owned and not head_answers())
@@ -79,17 +92,14 @@ class Connection:
         elif self.owned and ray.is_initialized():
             ray.shutdown()
         if self.reaper is not None:
-            self.reaper.kill()
-            self.reaper.wait()
+            self.reaper.close()
             self.reaper = None
 
     def _abandon(self) -> None:
         """Leaves a cluster that was lost.  Ray would ask its head for minutes, also when the interpreter exits: a cluster of our
         own is ended first, and one that was joined is left as it is."""
-        if self.owned:
-            for process in _rays_processes():
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+        if self.reaper is not None:
+            orphans.end_left_behind(self.reaper.entry, self.reaper.folder)
             ray.shutdown()
         else:
             atexit.unregister(ray.shutdown)
@@ -186,8 +196,8 @@ def _without_warning(beginning: str) -> Iterator[None]:
         rays.removeFilter(wanted)
 
 
-def _start(options: Mapping[str, Any], deadline_s: float) -> subprocess.Popen[bytes]:
-    """Starts a cluster; returns the process that ends what is left of the cluster when this one is killed."""
+def _start(options: Mapping[str, Any], deadline_s: float) -> Reaper:
+    """Starts a cluster; returns what ends the rest of it when this process is killed."""
     marker = uuid.uuid4().hex
     variables = {**_start_environment(with_dashboard=bool(options.get("include_dashboard"))), CLUSTER_MARKER: marker}
     loopback = _on_loopback(options.get("_node_ip_address") == LOOPBACK)
@@ -196,22 +206,15 @@ def _start(options: Mapping[str, Any], deadline_s: float) -> subprocess.Popen[by
             _patiently(lambda: ray.init(address=LOCAL, **options), deadline_s)
     except (ConnectionError, RuntimeError, OSError) as error:
         raise ResourceError(f"cannot start Ray here: {error}") from error
-    return _start_reaper(marker)
+    return _start_reaper(f"{CLUSTER_MARKER}={marker}")
 
 
-def _start_reaper(marker: str) -> subprocess.Popen[bytes]:
-    session = ray._private.worker._global_node.get_session_dir_path()  # type: ignore[attr-defined]
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        os.path.abspath(orphans.__file__),
-        str(os.getpid()),
-        f"{CLUSTER_MARKER}={marker}",
-        session,
-    ]
+def _start_reaper(entry: str) -> Reaper:
+    folder = ray._private.worker._global_node.get_session_dir_path()  # type: ignore[attr-defined]
+    command = [sys.executable, "-I", "-S", os.path.abspath(orphans.__file__), str(os.getpid()), entry, folder]
     nowhere = subprocess.DEVNULL  # whoever reads this process's output gets its end with this process
-    return subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd="/", start_new_session=True)
+    process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd="/", start_new_session=True)
+    return Reaper(process=process, entry=entry, folder=folder)
 
 
 def _patiently(start: Callable[[], object], deadline_s: float) -> None:

@@ -42,10 +42,8 @@ def _writes(pid: int, folder: str) -> bool:
     return False
 
 
-def main(starter: int, entry: str, folder: str) -> None:
-    """Waits for the starter's end, then ends all that it left."""
-    while os.getppid() == starter:
-        time.sleep(LOOK_EVERY_S)
+def end_left_behind(entry: str, folder: str) -> None:
+    """Kills these processes (see `left_behind`) until none was found for QUIET_S."""
     ends = time.monotonic() + QUIET_S
     while time.monotonic() < ends:
         for pid in left_behind(entry, folder):
@@ -53,6 +51,13 @@ def main(starter: int, entry: str, folder: str) -> None:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(LOOK_EVERY_S)
+
+
+def main(starter: int, entry: str, folder: str) -> None:
+    """Waits for the starter's end, then ends all that it left."""
+    while os.getppid() == starter:
+        time.sleep(LOOK_EVERY_S)
+    end_left_behind(entry, folder)
 
 
 if __name__ == "__main__":
