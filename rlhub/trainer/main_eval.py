@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 
 from rlhub.config.cli import run as run_cli
 from rlhub.config.schema import to_dict
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.trainer.preflight.checks import check, check_login
+from rlhub.trainer.preflight.rollout import check_weights_read
 
 logger = logging.getLogger(__name__)
 
@@ -43,5 +45,14 @@ def main(config: PPOConfig) -> int:
         return run.signals.exit_code
 
 
+def check_evaluation(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    """Checks as `check` does, and whether the engine can generate from the model's files."""
+    return [*check(config, set_keys), *check_weights_read(config)]
+
+
 if __name__ == "__main__":
-    sys.exit(run_cli(PPOConfig, "eval", main, description=DESCRIPTION, preflight=check, ready=check_login, required=REQUIRED))
+    sys.exit(
+        run_cli(
+            PPOConfig, "eval", main, description=DESCRIPTION, preflight=check_evaluation, ready=check_login, required=REQUIRED
+        )
+    )

@@ -86,7 +86,7 @@ MEMORY_SHARE: (rollout or judge section) -> the share of a GPU's memory that the
     only what it needs; without it the engine has no model on the run's GPUs.
 MODEL_PROBLEMS: (content of config.json, *, where: the key of the engine's name) -> sentences on what keeps the engine from
     running a model; it loads no torch.
-QUANTIZED: (rollout section, content of config.json, *, device) -> reasons why the engine cannot generate with
+QUANTIZED: (rollout section, content of config.json, *, device, reads_files) -> reasons why the engine cannot generate with
     rollout.quantization; an engine without it holds weights as they are.
 RECORDING_PROBLEMS: (rollout section, device) -> sentences on what keeps the engine from telling the experts of its tokens;
     without it the engine cannot.
@@ -193,8 +193,11 @@ def model_problems(name: str, model: ModelConfig, *, where: str) -> list[str]:
     return found
 
 
-def quantization_problems(config: RolloutConfig, model: ModelConfig, *, device: str) -> list[str]:
-    """Returns sentences on what keeps the configured engine from generating with `config.quantization`."""
+def quantization_problems(config: RolloutConfig, model: ModelConfig, *, device: str, reads_files: bool = False) -> list[str]:
+    """Returns sentences on what keeps the configured engine from generating with `config.quantization`.
+
+    reads_files: its weights are those of the model's files, not a trainer's.
+    """
     name = resolve_engine_name(config.name)
     if config.quantization is None or name not in ROLLOUT_ENGINES:
         return []
@@ -202,7 +205,7 @@ def quantization_problems(config: RolloutConfig, model: ModelConfig, *, device: 
     others = ", ".join(other for other in ROLLOUT_ENGINES.names() if ROLLOUT_ENGINES.companion(other, QUANTIZED))
     reasons = [f"this engine holds its weights as they are; set {KEY}.name to one of {others}"]
     if judge is not None:
-        reasons = judge(config, _local_values(model), device=device)
+        reasons = judge(config, _local_values(model), device=device, reads_files=reads_files)
     if config.lora_sync == "adapter" and model.lora_rank > 0:
         reasons.append(f"an adapter alone would be added to a base that no update quantizes; set {KEY}.lora_sync=merged")
     if model.vla:
@@ -296,17 +299,23 @@ def gpu_memory_utilization(config: RolloutConfig | JudgeConfig) -> float:
 
 BLOCK = 128
 """Rows and columns of the blocks of protocol.weights.pieces, which loads torch."""
+VLLM_QUANTIZES_NO_FILES = (
+    "vLLM would read the model's files as if they were quantized already; only weights that a trainer sends are quantized on the "
+    f"way. Set it to null, or {KEY}.name=hf"
+)
 
 
-def hf_reasons(config: RolloutConfig, values: Mapping[str, Any], *, device: str) -> list[str]:
+def hf_reasons(config: RolloutConfig, values: Mapping[str, Any], *, device: str, reads_files: bool) -> list[str]:
     """Returns why the hf engine cannot generate with quantized weights.  values: the content of config.json, empty where that is
-    not known.  device: cpu or cuda."""
+    not known.  device: cpu or cuda.  reads_files: as in `quantization_problems`."""
     return [*_model_reasons(values)]
 
 
-def vllm_reasons(config: RolloutConfig, values: Mapping[str, Any], *, device: str) -> list[str]:
+def vllm_reasons(config: RolloutConfig, values: Mapping[str, Any], *, device: str, reads_files: bool) -> list[str]:
     """Returns why vLLM cannot generate with quantized weights.  Arguments as in `hf_reasons`."""
     found = [*_model_reasons(values)]
+    if reads_files:
+        found.append(VLLM_QUANTIZES_NO_FILES)
     if device == "cpu":
         found.append(
             "vLLM's kernels for this on CPU need AMX and repack the weights, which could not be written again; set "

@@ -62,6 +62,15 @@ def check_rollout_engine(config: PPOConfig) -> list[str]:
     return _engine_problems(config, trains=False)
 
 
+def check_weights_read(config: PPOConfig) -> list[str]:
+    """Returns the reasons why the engine cannot generate from the model's files, without those that `check_rollout_engine`
+    returns."""
+    known, section = set(check_rollout_engine(config)), config.actor_rollout_ref
+    device = resolve_device(config.trainer.device)
+    found = quantization_problems(section.rollout, section.model, device=device, reads_files=True)
+    return [problem for problem in found if problem not in known]
+
+
 def check_weights_reach(config: PPOConfig) -> list[str]:
     """Returns the reasons why trained weights cannot reach the engine, or its samples cannot train them, without those that
     `check_rollout_engine` returns."""

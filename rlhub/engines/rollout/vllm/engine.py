@@ -22,7 +22,7 @@ from rlhub.engines.rollout.base import (
     resolve_dtype,
 )
 from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper
-from rlhub.engines.rollout.registry import RolloutSetup, vllm_recording_problems
+from rlhub.engines.rollout.registry import KEY, VLLM_QUANTIZES_NO_FILES, RolloutSetup, vllm_recording_problems
 from rlhub.engines.rollout.vllm.environment import QUANTIZED_VARIABLES, distributed_variables, guarded_process, settle
 from rlhub.errors import EngineError
 from rlhub.models.hf import check_weights
@@ -45,10 +45,7 @@ class VLLMEngine(SteppedEngine):
     def __init__(self, setup: RolloutSetup) -> None:
         super().__init__(setup)
         if setup.config.quantization and setup.reads_files:
-            raise EngineError(
-                f"rollout.quantization={setup.config.quantization}: vLLM would read the model's files as if they were quantized "
-                "already; only weights that a trainer sends are quantized on the way. Set it to null, or rollout.name=hf"
-            )
+            raise EngineError(f"{KEY}.quantization={setup.config.quantization}: {VLLM_QUANTIZES_NO_FILES}")
         self._dtype = resolve_dtype(setup.config.dtype, setup.device)
         self._llm: InProcessLLM | None = None
         self._asleep: list[str] = []  # the members of SLEEPING_PARTS that sleep at the moment

@@ -17,7 +17,8 @@ from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine, q
 from rlhub.errors import EngineError
 from rlhub.protocol.weights import pieces
 from rlhub.trainer.ppo.metrics import mismatch_bound
-from rlhub.trainer.preflight.rollout import check_rollout_engine, check_weights_reach
+from rlhub.trainer.preflight import rollout
+from rlhub.trainer.preflight.rollout import check_rollout_engine, check_weights_reach, check_weights_read
 from rlhub.trainer.preflight.serve import check as check_server
 from tests.support.model_shapes import save_shape
 
@@ -62,6 +63,20 @@ def test_engines_and_models(tmp_path: Path, name: str, shape: str, device: str, 
 def test_a_policy_of_actions_is_refused() -> None:
     (problem,) = quantization_problems(RolloutConfig(name="hf", quantization="fp8"), ModelConfig(vla={"chunk": 1}), device="cpu")
     assert "model.vla" in problem
+
+
+@pytest.mark.parametrize(("name", "part"), [("hf", ""), ("vllm", "model's files as if they were quantized already")])
+def test_an_engine_that_cannot_quantize_files_evaluates_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, part: str
+) -> None:
+    """Found before the start: weights that a trainer sends can be quantized on the way to both."""
+    monkeypatch.setattr(rollout, "resolve_device", lambda device: device)
+    config = quantized()
+    config.actor_rollout_ref.model.path = str(save_shape(tmp_path / "model", "Qwen2.5-0.5B"))
+    config.actor_rollout_ref.rollout.name, config.trainer.device = name, "cuda"
+    assert check_rollout_engine(config) == []
+    found = check_weights_read(config)
+    assert len(found) == bool(part) and all(part in text for text in found)
 
 
 def quantized(**correction: object) -> PPOConfig:
