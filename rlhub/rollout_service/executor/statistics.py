@@ -17,7 +17,7 @@ rollout/trained_share             share of the latest prompts' samples that trai
 rollout/trained_share_short       the same for the prompts whose responses are shorter than the mean, and
 rollout/trained_share_long        for the others: what is lost should not be what is difficult
 rollout/trained_share_slope       change of the log-odds of training with one standard deviation more of mean response length,
-                                  and rollout/trained_share_slope_error, its standard error
+                                  and rollout/trained_share_slope_se, its standard error
                                   (these five only where samples were lost, over the latest WINDOW prompts)
 rollout/running_groups            groups in progress now
 rollout/ready_groups              groups that are finished and wait for training now
@@ -197,7 +197,7 @@ def trained_shares(ended: Sequence[EndedPrompt]) -> dict[str, float]:
     if short and long:
         shares |= {"_short": _share(short), "_long": _share(long)}
         slope, error = logistic_slope(*zip(*((one.length, one.trained, one.samples) for one in known), strict=True))
-        shares |= {"_slope": slope, "_slope_error": error} if math.isfinite(error) else {}
+        shares |= {"_slope": slope, "_slope_se": error} if math.isfinite(error) else {}
     return shares
 
 
