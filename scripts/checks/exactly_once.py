@@ -96,8 +96,8 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Returns the number of the job's steps, more than its kills can wait for."""
-        return BUSY_STEPS + CALM_STEPS if self.name == POLICY else max(8, sum(kill.steps for kill in self.kills) + 4)
+        """Returns the number of the job's steps, more than its kills can wait for: a step may pass before one has its victim."""
+        return BUSY_STEPS + CALM_STEPS if self.name == POLICY else max(8, sum(kill.steps + 1 for kill in self.kills) + 4)
 
     @property
     def check(self) -> online.Check:
