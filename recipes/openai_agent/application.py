@@ -22,6 +22,7 @@ from typing import Any
 NUMBER = re.compile(r"\d+")
 WAIT_S = 0.2
 BUSY = (429, 503)
+GONE = 410  # the run has ended, or needs this session no more
 NUM_THREADS = 32
 
 
@@ -48,7 +49,7 @@ def work(url: str, key: str) -> None:
             session = post(f"{url}/sessions", key, {}, once=uuid.uuid4().hex)
             post(f"{url}/sessions/{session['id']}/end", key, {"reward": solve(session)})
         except urllib.error.HTTPError as error:
-            if error.code not in BUSY:
+            if error.code not in (*BUSY, GONE):
                 print(f"{error.url}: {error.code} {error.read().decode()[:200]}", file=sys.stderr)
             time.sleep(WAIT_S)
         except OSError:  # no run at this address now; its sessions are given again

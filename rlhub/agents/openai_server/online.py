@@ -65,6 +65,11 @@ class OnlineSession:
         return FAILED if self.ended.cancelled() or self.ended.exception() is not None else COMPLETED
 
     @property
+    def given_up(self) -> bool:
+        """Returns whether the run cancelled its episode."""
+        return self.ended.cancelled()
+
+    @property
     def reward(self) -> float | dict[str, float] | None:
         """Returns the reward of the episode, or those of its parts by name, or None where the application gave none."""
         given = {name: value for name, (value, _) in self.rewards.items()}
@@ -206,9 +211,10 @@ class OnlineSessions:
     # --- requests ------------------------------------------------------------------------------------------------------
 
     def create(self, group: str, idempotency_key: str) -> tuple[OnlineSession, bool]:
-        """Returns a session, and whether it is new: a repeated request gets the session of the first.  Raises ApiError 429 where
-        no place is free."""
-        if idempotency_key and (known := self._by_key.get(idempotency_key)) is not None:
+        """Returns a session, and whether it is new: a repeated request gets the session of the first, unless that was given up.
+        Raises ApiError 429 where no place is free."""
+        known = self._by_key.get(idempotency_key) if idempotency_key else None
+        if known is not None and not known.given_up:
             return known, False
         place = self._choose(group)
         if place is None:
@@ -289,10 +295,12 @@ class OnlineSessions:
         return hmac.new(self.options.key.encode(), name.encode(), hashlib.sha256).hexdigest()
 
     def find(self, name: str, header: str) -> OnlineSession:
-        """Returns the session of a request.  Raises ApiError 401 for a wrong key, and 410 for a session that is not known."""
+        """Returns the session of a request.  Raises ApiError 401 for a wrong key, and 410 for a session that is not known or that
+        the run has given up."""
         if not (carries(header, self.options.key) or carries(header, self.token_of(name))):
             raise unauthorized()
-        if (online := self._sessions.get(name)) is None:
+        online = self._sessions.get(name)
+        if online is None or online.given_up:
             raise gone(name)
         return online
 
@@ -310,8 +318,8 @@ class OnlineSessions:
 def gone(name: str) -> ApiError:
     """Returns the error 410 for a session that has ended."""
     return ApiError(
-        f"the session {name} is gone: it has ended, it was left for too long, or the run was started again since; open another "
-        "one with POST /sessions",
+        f"the session {name} is gone: it has ended, it was left for too long, or the run gave it up or was started again since; "
+        "open another one with POST /sessions",
         status=410,
         code="session_gone",
     )

@@ -216,14 +216,19 @@ async def test_a_place_of_a_group_waits_for_it_for_a_while(tmp_path: Path) -> No
             await run.episodes["3-1"]
 
 
-async def test_an_episode_that_is_cancelled_closes_its_session(tmp_path: Path) -> None:
+async def test_a_session_that_the_run_gives_up_is_gone(tmp_path: Path) -> None:
+    """As at the end of the run, when an application has an answer and not yet said what it is worth."""
     async with running(tmp_path, "0-0", "0-1") as run:
-        made = await run.open()
+        made = await run.open(once="a")
+        assert (await run.ask(made))[0] == 200
         run.episodes["0-0"].cancel()
         run.episodes["0-1"].cancel()
         await asyncio.sleep(0.01)
         assert (await run.ask(made))[0] == 410
-        assert (await run.post("/sessions"))[0] == 429
+        for path, body in (("reward", {"reward": 1.0}), ("end", {"reward": 1.0}), ("end", {"failed": "no"})):
+            status, told = await run.post(f"/sessions/{made['id']}/{path}", body)
+            assert status == 410 and told["error"]["code"] == "session_gone"
+        assert (await run.post("/sessions", once="a"))[0] == 429, "its place is not there any more"
 
 
 async def test_the_key_is_required(tmp_path: Path) -> None:
