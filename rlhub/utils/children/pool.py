@@ -127,6 +127,7 @@ class KillablePool:
         self._children: list[ChildProcess] = []
         self._loaded = False
         self._run_now: _MapRun | None = None
+        self._closed = False
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(self, _kill_all, self._children)
 
@@ -144,16 +145,20 @@ class KillablePool:
         run = _MapRun(calls=calls, pending=deque(range(len(calls))), max_failures=most)
         with self._lock:
             self._run_now = run
+            if self._closed:  # looked at once `close` can see the run
+                run.max_failures = -1
             try:
                 self._run(run)
             except BaseException:  # re-raised: an interrupted run must not leave children whose answers would be taken for others
                 _kill_all(self._children)
                 raise
-        skipped = CallResult(failure=Failure(kind="skipped", message=f"{run.num_failures} other calls had failed"))
+        why = "the pool was closed" if self._closed else f"{run.num_failures} other calls had failed"
+        skipped = CallResult(failure=Failure(kind="skipped", message=why))
         return [run.results.get(number, skipped) for number in range(len(calls))]
 
     def close(self) -> None:
-        """Ends all children; a `map` of another thread skips the calls that are not done.  A later `map` starts new children."""
+        """Ends all children; a `map` of another thread skips the calls that are not done, and a later one all of them."""
+        self._closed = True
         if self._run_now is not None:
             self._run_now.max_failures = -1
         with self._lock:
@@ -162,7 +167,7 @@ class KillablePool:
     def _run(self, run: _MapRun) -> None:
         for child in [child for child in self._children if child.process.poll() is not None]:
             self._discard(child)  # it died idle, by no fault of a call
-        while run.unfinished or not (run.calls or any(child.ready for child in self._children)):
+        while run.unfinished or not (run.calls or self._closed or any(child.ready for child in self._children)):
             self._grow(run)
             self._feed(run)
             now = time.monotonic()  # a reply that is there by now is read, however long this thread then waits for a core

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,18 +99,40 @@ def test_an_error_of_the_scoring_is_raised_where_its_outcomes_are_taken() -> Non
     scorer.close()
 
 
-def test_closing_does_not_wait_for_a_function_that_hangs(tmp_path: Any) -> None:
-    source = tmp_path / "hangs.py"
-    function = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    time.sleep(600)\n"
-    source.write_text(f"import time\n{function}")
+class LettersLater(Letters):
+    """Decodes when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def batch_decode(self, *args: Any, **kwargs: Any) -> list[str]:
+        assert self.go.wait(60)
+        return super().batch_decode(*args, **kwargs)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_closing_does_not_wait_for_a_function_that_hangs(tmp_path: Path, begun: bool) -> None:
+    """Whether its processes are at work, or the batch has not come to them yet."""
+    source, at_work = tmp_path / "hangs.py", tmp_path / "at work"
+    parameters = "data_source, solution_str, ground_truth, extra_info"
+    source.write_text(
+        f"import time\ndef compute_score({parameters}):\n    open({str(at_work)!r}, 'w').close()\n    time.sleep(600)\n"
+    )
     pool = RewardFunction(target=f"{source}:compute_score", num_workers=1, timeout_s=300.0).pool()
-    scorer = BackgroundScorer(pool, Letters())
+    letters = LettersLater()
+    scorer = BackgroundScorer(pool, letters)
     pool.start()
     scorer.begin("samples", make_batch(["a", "b"]), 2)
+    if begun:
+        letters.go.set()
+        while not at_work.exists():
+            time.sleep(0.01)
     closed = threading.Thread(target=scorer.close)
     closed.start()
     closed.join(60)
     assert not closed.is_alive()
+    letters.go.set()
     assert [one.error and one.error.kind for one in unpack_outcomes(scorer.take("samples"))] == ["skipped", "skipped"]
 
 
