@@ -7,9 +7,10 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.e2e.conftest import Mains, Running, Task
+from tests.e2e.conftest import LEFTOVERS_S, Mains, Running, Task, command_of
 from tests.support.metrics import rows_so_far
 
 
@@ -47,7 +48,7 @@ def test_a_cluster_that_loses_its_head_ends_the_run(mains: Mains, task: Task, tm
     training, the replicas and the main thread wait in ways of their own."""
     settings = ("trainer.backend=ray", "trainer.ray_init.object_store_memory=200000000", "actor_rollout_ref.rollout.mode=async")
     running = mains.start_fresh(task.arguments(tmp_path, *settings), hold=1)
-    begin = end_head(running, tmp_path)
+    begin, agents = end_head(running, tmp_path)
     running.until(lambda: "the head of the Ray cluster at 127.0.0.1:" in running.output(), "the loss was told")
     running.let_go()
     ended = running.wait()
@@ -55,25 +56,32 @@ def test_a_cluster_that_loses_its_head_ends_the_run(mains: Mains, task: Task, tm
     assert time.monotonic() - begin < 45.0
     report = (tmp_path / "report.html").read_text()
     assert ">failed<" in report and "the head of the Ray cluster" in report
-    assert running.leftovers() == []
+    assert running.leftovers() == [] and not psutil.wait_procs(agents, timeout=LEFTOVERS_S)[1]
 
 
 def test_a_head_that_ends_with_the_last_steps_takes_nothing_from_the_run(mains: Mains, task: Task, tmp_path: Path) -> None:
     """Nothing is asked of it any more: neither places given back nor the cluster ended through it."""
     settings = ("trainer.backend=ray", "trainer.ray_init.object_store_memory=200000000", "trainer.total_training_steps=2")
     running = mains.start_fresh(task.arguments(tmp_path, *settings), hold=1)
-    begin = end_head(running, tmp_path)
+    begin, agents = end_head(running, tmp_path)
     running.let_go()
     ended = running.wait()
     assert ended.code in (0, 1) and logged(tmp_path) in ([1], [1, 2]), ended.output  # 1 where the loss is seen before
     assert time.monotonic() - begin < 45.0
     assert (">finished<" if ended.code == 0 else ">failed<") in (tmp_path / "report.html").read_text()
-    assert running.leftovers() == []
+    assert running.leftovers() == [] and not psutil.wait_procs(agents, timeout=LEFTOVERS_S)[1]
 
 
-def end_head(running: Running, folder: Path) -> float:
-    """Kill it after the first step; returns when."""
+def end_head(running: Running, folder: Path) -> tuple[float, list[psutil.Process]]:
+    """Kill it after the first step; returns when, and Ray's agents.  These stand still, so that they notice nothing and do not
+    leave by themselves; they have no mark, because their titles cover their environment."""
     running.until(lambda: 1 in logged(folder), "step 1 was logged")
-    (head,) = [process for process in running.processes() if process.name() == "gcs_server"]
-    head.send_signal(signal.SIGKILL)
-    return time.monotonic()
+    by_name = {process.name(): process for process in running.processes()}
+    agents = [
+        child for child in by_name["raylet"].children() if command_of(child).startswith("ray::") and "Agent" in child.name()
+    ]
+    assert len(agents) == 2, agents
+    for agent in agents:
+        agent.suspend()
+    by_name["gcs_server"].send_signal(signal.SIGKILL)
+    return time.monotonic(), agents
