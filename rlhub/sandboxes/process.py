@@ -71,7 +71,9 @@ class RunningCommand:
             raise SandboxError(f"a sandbox did not end {END_S:g} s after it was killed") from None
         finally:
             watch.cancel()
-            await self._reaped(process)
+            if not work.done() or process.returncode is None:  # the call is cancelled, or something does not end
+                self._end("")
+                await process.wait()
         exit_code = code if code >= 0 else SIGNAL_BASE - code
         return ExecResult(code=exit_code, stdout=out, stderr=err, ended=self.cause, seconds=time.monotonic() - began)
 
@@ -98,12 +100,6 @@ class RunningCommand:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-
-    async def _reaped(self, process: asyncio.subprocess.Process) -> None:
-        """Ends the command of a cancelled call."""
-        if process.returncode is None:
-            self._end("")
-            await process.wait()
 
     async def _feed(self, pipe: asyncio.StreamWriter | None, data: bytes) -> None:
         assert pipe is not None

@@ -186,7 +186,7 @@ def descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
@@ -360,16 +360,18 @@ asyncio.run(main())
 
 
 STARTING = """
-import asyncio, os
+import asyncio, sys
 from rlhub.sandboxes import bwrap
 class Stuck(bwrap.BwrapSandbox):
     def _launcher(self, command, seconds, group, status, env):
         return super()._launcher(command, seconds, group, {full}, env)
-sandbox = Stuck(bwrap.BwrapProvider(limits=bwrap.SandboxLimits(timeout_s={timeout_s})), {mode!r})
-try:
-    asyncio.run(sandbox.exec(["sh", "-c", "sleep 100; : {mark}"]))
-except bwrap.SandboxError as error:
-    print("ended:", error)
+async def main():
+    sandbox = Stuck(bwrap.BwrapProvider(), {mode!r})
+    running = asyncio.create_task(sandbox.exec(["sh", "-c", "sleep 100; : {mark}"]))
+    await asyncio.to_thread(sys.stdin.readline)
+    running.cancel()
+    await asyncio.wait([running])
+asyncio.run(main())
 """
 
 
@@ -395,23 +397,24 @@ def starting(mark: str) -> list[psutil.Process]:
 
 def test_what_bwrap_is_starting_ends_with_the_process_that_opened_it(mode: Mode, full: int) -> None:
     mark = f"rlhub-stuck-{os.getpid()}-{time.monotonic_ns()}"
-    program = STARTING.format(full=full, mode=mode, mark=mark, timeout_s=60.0)
-    with subprocess.Popen([sys.executable, "-c", program], pass_fds=[full]) as driver:
+    program = STARTING.format(full=full, mode=mode, mark=mark)
+    with subprocess.Popen([sys.executable, "-c", program], pass_fds=[full], stdin=subprocess.PIPE) as driver:
         assert until(lambda: len(starting(mark)) == 2, 30)
         driver.kill()
     assert until(lambda: not starting(mark))
 
 
-def test_what_bwrap_was_starting_when_something_else_killed_it_ends_in_time(mode: Mode, full: int) -> None:
+def test_what_bwrap_was_starting_when_something_else_killed_it_ends_with_the_call(mode: Mode, full: int) -> None:
     mark = f"rlhub-killed-{os.getpid()}-{time.monotonic_ns()}"
-    program = STARTING.format(full=full, mode=mode, mark=mark, timeout_s=3.0)
-    with subprocess.Popen([sys.executable, "-c", program], pass_fds=[full], stdout=subprocess.PIPE, text=True) as driver:
-        assert until(lambda: len(starting(mark)) == 2, 30)
+    program = STARTING.format(full=full, mode=mode, mark=mark)
+    with subprocess.Popen([sys.executable, "-c", program], pass_fds=[full], stdin=subprocess.PIPE, text=True) as driver:
+        assert until(lambda: len(starting(mark)) == 2)
         found = starting(mark)
         (outer,) = [process for process in found if process.ppid() not in [other.pid for other in found]]
         outer.kill()
-        said, _ = driver.communicate(timeout=30)
-    assert driver.returncode == 0 and until(lambda: not starting(mark)), said
+        assert until(lambda: len(starting(mark)) == 1), "the control: what it was starting stays"
+        driver.communicate("end\n", timeout=60)
+    assert driver.returncode == 0 and until(lambda: not starting(mark))
 
 
 def test_a_command_that_does_not_exist_is_a_result(mode: Mode) -> None:
