@@ -77,10 +77,13 @@ def end_head(running: Running, folder: Path) -> tuple[float, list[psutil.Process
     leave by themselves; they have no mark, because their titles cover their environment."""
     running.until(lambda: 1 in logged(folder), "step 1 was logged")
     by_name = {process.name(): process for process in running.processes()}
-    agents = [
-        child for child in by_name["raylet"].children() if command_of(child).startswith("ray::") and "Agent" in child.name()
-    ]
-    assert len(agents) == 2, agents
+
+    def titled() -> list[psutil.Process]:
+        found = by_name["raylet"].children()
+        return [child for child in found if command_of(child).startswith("ray::") and "Agent" in child.name()]
+
+    running.until(lambda: len(titled()) == 2, "both agents had their titles")
+    agents = titled()
     for agent in agents:
         agent.suspend()
     by_name["gcs_server"].send_signal(signal.SIGKILL)

@@ -366,7 +366,7 @@ class Stuck(bwrap.BwrapSandbox):
     def _launcher(self, command, seconds, group, status, env):
         return super()._launcher(command, seconds, group, {full}, env)
 async def main():
-    sandbox = Stuck(bwrap.BwrapProvider(), {mode!r})
+    sandbox = Stuck(bwrap.BwrapProvider(limits=bwrap.SandboxLimits(timeout_s=120.0)), {mode!r})
     running = asyncio.create_task(sandbox.exec(["sh", "-c", "sleep 100; : {mark}"]))
     await asyncio.to_thread(sys.stdin.readline)
     running.cancel()
