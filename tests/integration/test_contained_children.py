@@ -43,12 +43,12 @@ import json, os, signal, sys, time
 def chain(file):
     # Each process lives for a moment: it starts the next one, in a session of its own, and ends.
     if os.fork() == 0:
-        for number in range(1_000_000):
+        while True:
             if os.fork():
                 os._exit(0)
             os.setsid()
-            with open(file, "w") as beat:
-                beat.write(str(number))
+            with open(file, "a") as beat:  # what only grows can be read at any moment
+                beat.write(".")
 
 FORGED = [
     {"value": 99.0},
@@ -113,10 +113,20 @@ def score(pool: RewardPool, *rows: tuple[str, Any]) -> list[RewardOutcome]:
     return pool.score([RewardRequest(data_source="s", solution_str=what, ground_truth=truth) for what, truth in rows])
 
 
+def grows(beat: Path, within_s: float) -> bool:
+    """Whether somebody still writes to the file."""
+    before, deadline = beat.stat().st_size, time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if beat.stat().st_size > before:
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def check_ended(beat: Path) -> None:
     """Nobody writes to the file any more: what was killed ends when it gets a core."""
     deadline = time.monotonic() + 20
-    while (before := beat.read_text()) and (time.sleep(0.3), beat.read_text() != before)[1]:
+    while grows(beat, within_s=0.5):
         assert time.monotonic() < deadline, "the chain of forks goes on"
 
 
@@ -125,9 +135,7 @@ def check_ended(beat: Path) -> None:
 def test_a_chain_of_forks_ends_with_its_pool(pool: RewardPool, tmp_path: Path) -> None:
     beat = tmp_path / "beat"
     assert score(pool, ("chain", str(beat)))[0].error is not None  # the text is no number
-    before = beat.read_text()
-    time.sleep(0.3)
-    assert beat.read_text() != before, "it was to be alive until the pool is closed"
+    assert grows(beat, within_s=20), "it was to be alive until the pool is closed"
     pool.close()
     check_ended(beat)
 
