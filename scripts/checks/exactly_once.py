@@ -404,7 +404,7 @@ def carry_out(plan: Plan) -> bool:
             run(plan, arguments)
         finally:
             application.terminate()
-            application.wait(30.0)
+            application.wait(END_S)
     else:
         run(plan, [*agents(plan), *(policy(plan) if plan.name == POLICY else ())])
     if not plan.problems:

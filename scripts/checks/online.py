@@ -44,7 +44,7 @@ from scripts.checks.jobs import Job, Task
 BATCH, SAMPLES = 5, 4
 AGENT = "actor_rollout_ref.rollout.agent"
 TIMEOUT_S = 4.0
-RUN_S = 500.0
+RUN_S, END_S = 500.0, 60.0
 RISE = 0.2
 TOLERANCE = 1e-6
 APPLICATION = Path(__file__).with_name("online_application.py")
@@ -130,7 +130,7 @@ def drive(check: Check) -> Found:
                 return Found(problems=[f"{problem} (logs in {check.folder})"])
     finally:
         application.send_signal(signal.SIGTERM)
-        application.wait(30.0)
+        application.wait(END_S)
     audit(check, found)
     return found
 
@@ -158,8 +158,9 @@ def kill_after(job: Job, step: int | None) -> str:
             return f"step {step} did not come: {job.output[-2000:]}"
         time.sleep(0.3)  # in the middle of the next one
         job.process.send_signal(signal.SIGKILL)
-        job.wait(30.0)
-        left = job.ends_within(30.0)
+        if (code := job.wait(END_S)) != -signal.SIGKILL:
+            return f"the driver ended with {code} before it was killed: {job.output[-2000:]}"
+        left = job.ends_within(END_S)
         return f"outlived the driver: {left}" if left else ""
     finally:
         job.end()

@@ -27,7 +27,7 @@ MAIN = "rlhub.trainer.main_ppo"
 MARK = "RLHUB_E2E_RUN"
 TIMEOUT_S = 300.0
 """Of one wait: far above what it takes, so that a loaded machine fails nothing and a hang does not last."""
-LEFTOVERS_S = 30.0
+LEFTOVERS_S = 60.0
 """For what a run has started to end after it: seconds, but for a machine on which these processes do not get a turn."""
 HOLD = "RLHUB_E2E_HOLD"
 HOLDING = ("trainer.plugins=[holding]", "trainer.logger=[console,holding]")
