@@ -12,13 +12,13 @@ import sys
 import zipfile
 from pathlib import Path
 
-import psutil
 import pytest
 
 from scripts.gpu import acceptance
 from scripts.gpu.bundle.pack import NEVER, NOT_ON_HOPPER, pack
 from scripts.gpu.measure import covered
 from scripts.gpu.rows import BAD, NotThere, Recorder, Row, Skip, markdown, number, read_rows, table
+from tests.support.processes import all_end
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "scripts" / "gpu"
@@ -152,7 +152,7 @@ def test_sections_that_hang_or_fail_are_rows_and_leave_no_process(tmp_path: Path
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert not psutil.pid_exists(int((out / "pid").read_text()))
+    assert all_end([int((out / "pid").read_text())])
     found = json.loads((out / "results.json").read_text())
     rows = [(row["section"], row["what"], row["status"]) for row in found["rows"]]
     assert rows == [

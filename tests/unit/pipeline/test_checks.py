@@ -177,7 +177,8 @@ def test_faults_are_named_together() -> None:
 
 
 def test_checks_load_no_torch_and_take_little_time(tmp_path: Path) -> None:
-    """Fifteen faults and more, in a process of its own: at most 0.5 s of CPU, and nothing heavy loaded."""
+    """Fifteen faults and more, in a process of its own: at most 1 s of CPU, of which a machine that does nothing else takes an
+    eighth, and nothing heavy loaded."""
     program = tmp_path / "check.py"
     program.write_text(
         "import sys, time\n"
@@ -191,7 +192,7 @@ def test_checks_load_no_torch_and_take_little_time(tmp_path: Path) -> None:
         "problems = problems_of(build)\n"
         "seconds = time.process_time() - start\n"
         "assert len(problems) >= 15, problems\n"
-        "assert seconds <= 0.5, seconds\n"
+        "assert seconds <= 1.0, seconds\n"
         "assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)\n"
     )
     (tmp_path / "mine.py").write_text(

@@ -13,13 +13,27 @@ import pytest
 if find_spec("mujoco") is None:  # not importorskip: how it renders is set before its import
     pytest.skip("the extra 'envs' is not installed: bash scripts/setup_env.sh", allow_module_level=True)
 
+from recipes import cpu_time
 from recipes.cpu_time import CPUTime
 from recipes.embodied_reach import curves
 from recipes.embodied_reach.curves import CASES, table
 from recipes.embodied_reach.plain_loop import Curve, Settings
 from recipes.embodied_reach.run import main
 
-BUSY = "import time; end = time.process_time() + {}\nwhile time.process_time() < end: pass\ntime.sleep(1.5)"
+WORK = """
+import sys, time
+from pathlib import Path
+
+file, latest = Path(sys.argv[1]), time.monotonic() + 300
+while not file.exists() and time.monotonic() < latest:
+    time.sleep(0.02)
+end = time.process_time() + 0.6
+while time.process_time() < end:
+    pass
+while file.exists() and time.monotonic() < latest:
+    time.sleep(0.02)
+"""
+"""Takes so much CPU time once the file is there, and ends with it."""
 
 
 def curve(*success: float, other: float = 0.05, blind: float = 0.05) -> Curve:
@@ -72,15 +86,22 @@ def test_the_program_runs_its_cases_from_one_clone(capsys: pytest.CaptureFixture
     assert len(starts) == 1
 
 
-def test_cpu_time_counts_what_has_left_the_tree() -> None:
-    daemon = f"setsid {sys.executable} -c '{BUSY.format(0.6)}' & sleep 1.5"
+def test_cpu_time_counts_what_has_left_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_time, "INTERVAL_S", 0.1)
+    program, left = tmp_path / "work.py", tmp_path / "left"
+    program.write_text(WORK)
     with CPUTime() as cpu:
-        subprocess.run(["bash", "-c", daemon], check=True)
-        before = cpu.seconds
-        time.sleep(2.0)
-    assert cpu.seconds >= before and cpu.seconds > 0.5
+        subprocess.run(["bash", "-c", f"setsid {sys.executable} -S {program} {left} & sleep 1.5"], check=True)
+        left.touch()
+        latest = time.monotonic() + 60.0
+        while (others := cpu.seconds - time.process_time()) < 0.5:
+            assert time.monotonic() < latest, f"{others:.2f} s of others"
+            time.sleep(0.05)
+        seen = cpu.seconds
+        left.unlink()
+    assert cpu.seconds >= seen
     with CPUTime() as idle:
-        time.sleep(1.2)
+        time.sleep(0.3)
     assert idle.seconds >= time.process_time() - 0.5, "the program itself counts"
 
 

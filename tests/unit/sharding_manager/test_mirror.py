@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_linked_names_the_remedy(rank: Rank, monkeypatch: 
     rank.step()
     monkeypatch.setattr(mirror_module, "device_identity", lambda device: "a")
     monkeypatch.setattr("os.link", lambda *names: (_ for _ in ()).throw(OSError("Invalid cross-device link")))
-    mirror = Mirror(rank.server.address, timeout_s=5)
+    mirror = Mirror(rank.server.address, timeout_s=TIMEOUT_S)
     with pytest.raises(EngineError, match=r"cannot be linked \(Invalid cross-device link\): give their containers one /dev/shm"):
         mirror.fetch(0)
     mirror.close()
@@ -163,7 +163,7 @@ def test_one_that_connects_and_is_silent_holds_up_nobody(rank: Rank, engine: Fak
 
 def test_without_the_token_nothing_is_sent(rank: Rank) -> None:
     rank.step()
-    wrong = Mirror(rank.server.address[:-1] + ("0" if rank.server.address[-1] != "0" else "1"), timeout_s=5)
+    wrong = Mirror(rank.server.address[:-1] + ("0" if rank.server.address[-1] != "0" else "1"), timeout_s=TIMEOUT_S)
     with pytest.raises(EngineError, match="version 0 of the weights is not at 127.0.0.1"):
         wrong.fetch(0)
     wrong.close()

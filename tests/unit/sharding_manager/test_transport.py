@@ -23,6 +23,7 @@ from rlhub.sharding_manager.route import Route, SyncReport, make_route
 from rlhub.sharding_manager.transport import Transport
 
 RANKS = 2
+TIMEOUT_S = 60.0
 DTYPES = (torch.float32, torch.bfloat16)
 NAMES = {"table": (96, 40), "small": (6, 3), "bias": (40,), "scale": ()}
 WEIGHTS = {
@@ -68,14 +69,14 @@ def pieces(rank: int, cut: Cut, dtype: torch.dtype, *, fill: bool, transposed: b
     return made
 
 
-def together(action: Callable[[Peers], object], timeout_s: float = 20.0) -> list[object]:
+def together(action: Callable[[Peers], object]) -> list[object]:
     """Returns the results or the errors of both ranks, by rank."""
     store = dist.HashStore()
 
     def run(rank: int) -> object:
-        group = dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=20))
+        group = dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=TIMEOUT_S))
         labels = ["rank"] * RANKS
-        peers = Peers(group, rank=rank, size=RANKS, device=torch.device("cpu"), timeout_s=timeout_s, labels=labels)
+        peers = Peers(group, rank=rank, size=RANKS, device=torch.device("cpu"), timeout_s=TIMEOUT_S, labels=labels)
         try:
             return action(peers)
         except Exception as error:  # noqa: BLE001  a thread's boundary: the test looks at it
@@ -174,11 +175,12 @@ def test_a_peer_that_does_not_come_is_named() -> None:
         live = pieces(peers.rank, everything, torch.float32, fill=False)
         route = route_of(peers, source, live)
         if peers.rank == 1:  # it is there, but does not take part
-            return over.wait(20.0)
+            return over.wait(TIMEOUT_S)
+        peers.timeout_s = 0.5  # from here on: both ranks were there until now
         try:
             return route.run(source, live, 0)
         finally:
             over.set()
 
-    error, _ = together(sync, timeout_s=0.5)
+    error, _ = together(sync)
     assert isinstance(error, DeadlineError) and "rank rank 1" in str(error)

@@ -51,7 +51,7 @@ class Job:
         assert report.wire_bytes is not None
         return report.wire_bytes / report.bytes
 
-    def reader(self, engine: RolloutEngine, timeout_s: float = 20.0) -> WeightReader:
+    def reader(self, engine: RolloutEngine, timeout_s: float = 60.0) -> WeightReader:
         return WeightReader(engine, self.folder, bucket_bytes=BUCKET, timeout_s=timeout_s)
 
     def files(self, version: int) -> list[Path]:

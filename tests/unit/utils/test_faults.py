@@ -81,7 +81,7 @@ def test_a_record_that_cannot_be_written_keeps_no_fault_from_striking(plan: Plan
 
 def test_a_killed_and_a_stopped_process(plan: Plan) -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
-        plan(Fault(kind="stop", place="environment.call", seconds=1.0), Fault(kind="kill", place="environment.call", step=2))
+        plan(Fault(kind="stop", place="environment.call", seconds=3.0), Fault(kind="kill", place="environment.call", step=2))
         faults.at("environment.call", pid=lambda: child.pid)
         assert until(lambda: state(child.pid) == "T"), "it stands still"
         assert until(lambda: state(child.pid) != "T"), "it goes on by itself"
@@ -149,7 +149,7 @@ def test_a_reward_function_fails_in_its_own_process(plan: Plan, tmp_path: Path, 
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
     )
     plan(Fault(kind=kind, place="reward.call"))
-    pool = RewardPool(f"{tmp_path / 'reward.py'}:compute_score", num_workers=1, timeout_s=2.0 if kind == "delay" else 60.0)
+    pool = RewardPool(f"{tmp_path / 'reward.py'}:compute_score", num_workers=1, timeout_s=5.0 if kind == "delay" else 60.0)
     request = RewardRequest(data_source="", solution_str="", ground_truth="")
     first, second = pool.score([request, request])
     assert first.error is not None and first.error.kind == found and second.score == 1.0

@@ -15,7 +15,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from rlhub.agents.openai_server.repeats import ATTEMPT, KEY, ClientCall, ClientCalls
+from rlhub.agents.openai_server.repeats import ATTEMPT, CUT, KEY, ClientCall, ClientCalls
 from rlhub.agents.openai_server.sessions import Session
 from tests.unit.agents.openai_server.endpoint import END, LIMITS, Endpoint, endpoint
 
@@ -168,7 +168,7 @@ async def test_the_test_above_notices_an_endpoint_that_records_every_request(mon
 async def test_a_generation_that_was_cut_starts_again_with_its_seed(stream: bool) -> None:
     async with endpoint(ANSWERS, delay_s=30.0) as at, cut(at) as proxy:
         session = at.server.open_session("a", seed=5, limits=LIMITS)
-        create = openai_at(at, proxy, session).with_options(timeout=0.5).chat.completions.create
+        create = openai_at(at, proxy, session).with_options(timeout=1.0).chat.completions.create
         with pytest.raises(openai.APITimeoutError):
             await create(**CHAT, stream=stream)
         await until(lambda: at.engine.cancelled == len(at.engine.requests))
@@ -286,7 +286,8 @@ async def test_an_attempt_that_never_came_here_does_not_hide_the_one_before() ->
         session = at.server.open_session("a", seed=5, limits=LIMITS)
         create = at.client(session).chat.completions.create
         first = await create(**CHAT, extra_headers={"Connection": "close"})
-        await asyncio.sleep(0.05)
+        (call,) = session.calls._calls
+        await until(lambda: call.state == CUT)
         again = await create(**CHAT, extra_headers={ATTEMPT: "2"})
         assert again.id == first.id and len(session.turns) == 1
         reply = [*CHAT["messages"], again.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "?"}]
@@ -308,6 +309,6 @@ async def test_a_key_belongs_to_one_body() -> None:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while not holds():
             await asyncio.sleep(0.005)

@@ -133,15 +133,16 @@ async def test_an_episode_that_is_cancelled_leaves_the_others_alone() -> None:
         await workflow.aclose()
 
 
-async def test_a_process_that_hangs_is_ended_with_its_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_hangs_is_ended_with_its_episodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The control is the test before: a process that confirms what is cancelled stays."""
     monkeypatch.setattr("rlhub.agents.verifiers.process.CANCEL_S", 0.1)
-    workflow = workflow_of("hangs")
+    mark = tmp_path / "hangs"
+    workflow = workflow_of("hangs", verifiers_env={"mark": str(mark)})
     try:
         first, second = (asyncio.create_task(workflow.arun_episode(told(), episode(number))) for number in range(2))
-        while len(workflow._process._waiting) < 2:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(1)
+        async with asyncio.timeout(120):
+            while len(workflow._process._waiting) < 2 or not mark.exists():
+                await asyncio.sleep(0.01)
         first.cancel()
         with pytest.raises(WorkflowError, match="environment hangs: its process"):
             await second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class Run:
 async def running(folder: Path, *names: str, **kwargs: Any) -> AsyncIterator[Run]:
     (folder / "key").write_text(KEY + "\n")
     made, port = tokenizer(), free_port()
-    engine = Told(made, ["four" + END, "yes" + END], delay_s=kwargs.pop("delay_s", 0.0))
+    engine = Told(made, ["four" + END, "yes" + END])
     parts = WorkflowParts(
         tokenizer=made,
         sampling=SamplingParams(stop_token_ids=(made.eos_token_id,)),
@@ -171,13 +172,27 @@ async def test_an_end_needs_an_answer_and_a_reward(tmp_path: Path) -> None:
                 await run.episodes[name]
 
 
-async def test_a_session_that_is_left_fails_and_says_so_afterwards(tmp_path: Path) -> None:
-    """An answer that takes longer than the limit is no silence."""
-    async with running(tmp_path, "0-0", session_timeout_s=0.3, delay_s=0.6) as run:
+async def test_a_session_that_is_left_fails_and_says_so_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that takes longer than the limit is no silence.  The clock is put forward."""
+
+    async def pass_time(seconds: float) -> None:
+        now = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: now() + seconds)  # the loop's clock too
+        await asyncio.sleep(0.01)  # which ends after what has become due
+
+    async with running(tmp_path, "0-0", session_timeout_s=60.0) as run:
         made = await run.open()
-        assert (await run.ask(made))[0] == 200
-        with pytest.raises(DeadlineError, match=f"session {made['id']}"):
-            await run.episodes["0-0"]
+        run.engine.given = 0
+        asking = asyncio.create_task(run.ask(made))
+        while not run.engine.requests and not asking.done():
+            await asyncio.sleep(0.005)
+        await pass_time(90.0)
+        run.engine.given = None
+        assert (await asking)[0] == 200 and not run.episodes["0-0"].done()
+        await pass_time(90.0)
+        async with asyncio.timeout(60.0):
+            with pytest.raises(DeadlineError, match=f"session {made['id']}"):
+                await run.episodes["0-0"]
         status, told = await run.ask(made)
         assert (status, told["error"]["code"]) == (410, "session_gone")
         assert (await run.post(f"/sessions/{made['id']}/end"))[1]["status"] == "failed"

@@ -43,7 +43,7 @@ def without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sleeper(name: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", name])
+    return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)", name])
 
 
 def connect(monkeypatch: pytest.MonkeyPatch, fake: FakeInit, deadline_s: float = 120.0) -> cluster.Connection:

@@ -67,7 +67,7 @@ def test_who_answers_and_who_does_not() -> None:
     with server(None) as stopped:
         begin = time.monotonic()
         assert "no answer within 0.3 s" in str(silence("127.0.0.1", port_of(stopped), 0.3))
-        assert time.monotonic() - begin < 5.0
+        assert time.monotonic() - begin < 20.0, "it would be silent for ever"
     assert "is not known" in str(silence("no-such-host.invalid", 6379, 30.0))
 
 
@@ -105,7 +105,7 @@ def join(address: str | None, deadline_s: float = 60.0) -> str:
     begin = time.monotonic()
     with pytest.raises(ResourceError) as refused:
         cluster.connect({} if address is None else {"address": address}, device="cpu", num_ranks=1, deadline_s=deadline_s)
-    assert time.monotonic() - begin < min(deadline_s, 30.0) + 5.0
+    assert time.monotonic() - begin < min(deadline_s, 30.0) + 25.0, "Ray tries for a minute and more"
     return str(refused.value)
 
 
@@ -158,9 +158,9 @@ def test_a_head_of_ones_own_that_ends_is_told_at_once() -> None:
         time.sleep(0.2)
         watch.check_cluster()
         port = port_of(head)
-    error = lost_within(20.0)
+    error = lost_within(50.0)
     assert f"127.0.0.1:{port} has ended" in str(error) and "newest checkpoint" in str(error)
-    ends = time.monotonic() + 20.0  # the error is there a moment before the watch's thread reports it
+    ends = time.monotonic() + 60.0  # the error is there a moment before the watch's thread reports it
     while not told.errors and time.monotonic() < ends:
         time.sleep(0.01)
     assert told.errors == [error]
@@ -171,18 +171,18 @@ def test_a_head_of_ones_own_that_ends_is_told_at_once() -> None:
 def test_a_head_that_is_joined_may_be_silent_for_its_deadline() -> None:
     with server(ANSWER) as head:
         port = port_of(head)
-        watch.watch_cluster("127.0.0.1", port, deadline_s=1.0, owned=False)
+        watch.watch_cluster("127.0.0.1", port, deadline_s=3.0, owned=False)
         time.sleep(0.2)
-    begin = time.monotonic()
-    error = lost_within(20.0)
-    assert time.monotonic() - begin > 0.5
-    assert "has not answered for 1 s (trainer.deadline_s.cluster)" in str(error)
+        begin = time.monotonic()  # an attempt that the end meets was begun a second before at most
+    error = lost_within(60.0)
+    assert time.monotonic() - begin > 1.5
+    assert "has not answered for 3 s (trainer.deadline_s.cluster)" in str(error)
 
 
 def test_a_head_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with server(None) as head:
         watch.watch_cluster("127.0.0.1", port_of(head), deadline_s=0.5, owned=True)
-        assert "has not answered for 0.5 s" in str(lost_within(20.0))
+        assert "has not answered for 0.5 s" in str(lost_within(60.0))
 
 
 def test_what_is_asked_of_the_head_ends_with_it() -> None:
@@ -195,8 +195,8 @@ def test_what_is_asked_of_the_head_ends_with_it() -> None:
         assert asked == [1]
     assert not watch.head_answers()
     begin = time.monotonic()
-    watch.while_it_lives(lambda: go_on.wait(60.0))
-    assert time.monotonic() - begin < 20.0
+    watch.while_it_lives(lambda: go_on.wait(600.0))
+    assert time.monotonic() - begin < 45.0, "silence alone would be told after 50 s"
     go_on.set()
 
 
@@ -220,7 +220,7 @@ def test_a_driver_that_stood_still_itself_loses_nothing(monkeypatch: pytest.Monk
 
 STARTER = """
 import os, subprocess, sys, time
-sleeper = [sys.executable, "-S", "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"]
+sleeper = [sys.executable, "-S", "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 log = open(os.path.join(sys.argv[2], "log"), "w")
 apart = {"stdout": subprocess.DEVNULL, "start_new_session": True}
 started = [
@@ -232,7 +232,7 @@ started = [
 ]
 sys.stdout.write(" ".join(str(process.pid) for process in started) + "\\n")
 sys.stdout.flush()
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -248,8 +248,9 @@ def test_what_a_killed_program_left_is_ended(tmp_path: Path) -> None:
         assert all(map(alive, pids)), "its starter lives"
         program.kill()
         program.communicate()
-        assert all_end(pids[:3], within_s=20.0)
+        assert all_end(pids[:3])
         assert all(map(alive, pids[3:]))
     finally:
+        program.kill()
         for pid in pids[3:]:
             os.kill(pid, signal.SIGKILL)

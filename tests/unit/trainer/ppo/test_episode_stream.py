@@ -87,7 +87,7 @@ class FakeRun:
         stream = self.stream
         with stream._changed:
             done = stream._changed.wait_for(
-                lambda: stream._generating.done() or (not stream._is_busy and stream._is_too_old), timeout=10
+                lambda: stream._generating.done() or (not stream._is_busy and stream._is_too_old), timeout=60
             )
         assert done
 
@@ -152,7 +152,7 @@ def test_training_does_not_wait_for_a_batch_that_it_does_not_need(tmp_path: Path
     run.over.release(1)
     run.step(1)  # batch 1 is over too, batch 2 goes on
     with run.stream._changed:
-        assert run.stream._changed.wait_for(lambda: len(run.stream._ahead) == 2, timeout=10)
+        assert run.stream._changed.wait_for(lambda: len(run.stream._ahead) == 2, timeout=60)
     run.stream.publish()
     assert run.stream.sample(run.scenes, 2).batch.batch["ordinal"][0] == SCENES
     assert [entry for entry in run.asked if entry[0] == "publish"] == [("publish", 0)]

@@ -172,7 +172,7 @@ def test_the_check_takes_a_moment_and_no_torch() -> None:
     derive(config)
     started = time.process_time()
     assert problems_of(lambda: step_graph(config))
-    assert time.process_time() - started < 0.5
+    assert time.process_time() - started < 0.5 * LEEWAY
     status, loaded, said = main_ppo("trainer.pipeline=own.py:faulty", "--check")
     assert (status, loaded) == (2, ["False", "False"]) and "did you mean 'scores'?" in said
     assert not Path("checkpoints").exists()

@@ -1,4 +1,5 @@
-"""Environments `talk`, `dies`, `sleeps`, `repeats`, `fails`, `pair` and `hangs`, by what their episodes do."""
+"""Environments `talk`, `dies`, `sleeps`, `repeats`, `fails`, `pair` and `hangs`, by what their episodes do.  `hangs` first makes
+the file `mark` of its settings."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import signal
 import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace as Record
 from urllib.request import Request, urlopen
 
@@ -79,6 +81,7 @@ class Env:
         if self.id == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.id == "hangs":
+            Path(self.settings["mark"]).touch()
             time.sleep(600)
         if self.id == "sleeps":
             await asyncio.sleep(600)
