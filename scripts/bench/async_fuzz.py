@@ -231,7 +231,7 @@ class Loop:
             time.sleep(0.02)
             who.resume()
         if self.plan.scale and drawn.random() < SCALED:
-            asyncio.run_coroutine_threadsafe(self.scale(drawn), self.runner.loop).result(60)
+            asyncio.run_coroutine_threadsafe(self.scale(drawn), self.runner.loop).result(240)
         if self.plan.kill_every and self.step % self.plan.kill_every == self.plan.kill_every // 2:
             self.kill_replica(drawn)
 
@@ -270,7 +270,7 @@ class Loop:
         if self.plan.backend == "local":
             actor.kill()
         else:
-            status = await actor.call("status", deadline_s=30.0)
+            status = await actor.call("status", deadline_s=240.0)
             os.kill(status.pid, signal.SIGKILL)
 
     def kill_replica(self, drawn: random.Random) -> None:
@@ -283,7 +283,7 @@ class Loop:
                 self.kills += 1
                 await self.kill_process(victim.actor)
 
-        asyncio.run_coroutine_threadsafe(kill(), self.runner.loop).result(60)
+        asyncio.run_coroutine_threadsafe(kill(), self.runner.loop).result(240)
 
     def footprint(self) -> fuzz.Footprint:
         async def count() -> int:

@@ -37,7 +37,7 @@ from tests.support.serving import Server, serving
 
 AT_ONCE = 16
 CONNECTION_S = 3.0
-SLACK_S = 20.0  # on a busy machine
+SLACK_S = 60.0  # on a busy machine
 ANSWER_S = 180.0
 GREEDY_TOKENS = 48
 PROMPTS = ([5, 6, 7, 13], [8, 9, 14, 5, 6], [20], [3] * 17)

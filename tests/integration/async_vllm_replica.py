@@ -109,7 +109,7 @@ class LookedInto(RolloutServer):
             if how == "abort while paused":
                 await self.pause()
             await self.abort(["nobody", request.request_id])
-            completion = await asyncio.wait_for(task, 20)
+            completion = await asyncio.wait_for(task, LIMIT_S)
             await self.resume()
         self.limit.lift()
         while self.vllm.load:

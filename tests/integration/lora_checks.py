@@ -144,8 +144,8 @@ def flipped(manager: ShardingManager, engine: RolloutEngine) -> str:
 def by_folder(path: str, folder: Path, name: str, tp: int) -> dict[str, Any]:
     """Three versions through a folder into an engine of single requests, which is in processes of vLLM's or in this one."""
     train, engine = trainer(path), rollout(path, name, mode="async", tensor_model_parallel_size=tp)
-    writer = WeightWriter(train, folder, bucket_bytes=BUCKET, timeout_s=30)
-    reader = folder_reader(engine, folder, bucket_bytes=BUCKET, timeout_s=30)
+    writer = WeightWriter(train, folder, bucket_bytes=BUCKET, timeout_s=300)
+    reader = folder_reader(engine, folder, bucket_bytes=BUCKET, timeout_s=300)
     errors, sizes, agree = [], [], []
     for version in range(3):
         full = step(train, version)

@@ -38,6 +38,8 @@ from tests.support import rollout_contract as contract
 
 CPU = torch.device("cpu")
 BUCKET = 1 << 14
+LIMIT_S = 300.0
+"""Of what is to come: the other side may still be loading its libraries."""
 ENGINES: dict[str, Any] = {}
 
 
@@ -183,7 +185,7 @@ def send(path: str, port: int, receivers: int, versions: list[int], folder: str)
     rank, size = dist.get_rank(), dist.get_world_size()
     half = WeightSender(train, bucket_bytes=BUCKET)
     errors = []
-    connect(half, port, rank, size + receivers, 30)
+    connect(half, port, rank, size + receivers, LIMIT_S)
     for version in versions:
         full = step(train)
         if rank == 0:
@@ -198,7 +200,7 @@ def receive(path: str, port: int, rank: int, world: int, versions: list[int], fo
     engine = rollout(path)
     half = WeightReceiver(engine, CPU, bucket_bytes=BUCKET)
     out: dict[str, Any] = {"errors": [], "wrong": [], "wire_bytes": []}
-    connect(half, port, rank, world, 30)
+    connect(half, port, rank, world, LIMIT_S)
     for version in versions:
         error = ("", "")
         try:
@@ -218,7 +220,7 @@ def receive(path: str, port: int, rank: int, world: int, versions: list[int], fo
 def write_versions(path: str, folder: str, versions: list[int]) -> list[int]:
     """Writes versions into the folder, and next to each the full weights; returns how many bytes this rank wrote of each."""
     train = trainer(path)
-    writer = WeightWriter(train, Path(folder), bucket_bytes=BUCKET, timeout_s=30)
+    writer = WeightWriter(train, Path(folder), bucket_bytes=BUCKET, timeout_s=LIMIT_S)
     sizes = []
     for version in versions:
         full = step(train)
@@ -247,12 +249,12 @@ def mirror_versions(path: str, folder: str, versions: list[int]) -> list[tuple[b
     train, rank, found = trainer(path), dist.get_rank(), []
     own = Path(folder) / f"rank-{rank}"
     own.mkdir()
-    writer = WeightWriter(train, own, bucket_bytes=BUCKET, timeout_s=60, full_every=3, own_folder=True)
-    server = VersionServer(own, host="127.0.0.1", rank=rank, timeout_s=60)
+    writer = WeightWriter(train, own, bucket_bytes=BUCKET, timeout_s=LIMIT_S, full_every=3, own_folder=True)
+    server = VersionServer(own, host="127.0.0.1", rank=rank, timeout_s=LIMIT_S)
     addresses: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, server.address)
     engine = rollout(path)
-    replica = folder_reader(engine, ",".join(addresses), bucket_bytes=BUCKET, timeout_s=60) if rank == 0 else None
+    replica = folder_reader(engine, ",".join(addresses), bucket_bytes=BUCKET, timeout_s=LIMIT_S) if rank == 0 else None
     for version in versions:
         full = step(train)
         written = writer.write(version)
@@ -280,7 +282,7 @@ def read_damaged(path: str, folder: str, version: int) -> tuple[tuple[str, str],
 def send_and_die(path: str, port: int, world: int) -> None:
     """Sends two whole updates; in the third, the last sender is killed as soon as its first messages travel."""
     half = WeightSender(trainer(path), bucket_bytes=BUCKET)
-    connect(half, port, dist.get_rank(), world, 30)
+    connect(half, port, dist.get_rank(), world, LIMIT_S)
     half.send(0)
     half.send(1)
     if dist.get_rank() == dist.get_world_size() - 1:

@@ -28,7 +28,7 @@ from rlhub.utils.aio.results import Accepted, Cancelled, Failed, TimedOut
 from tests.support.hosted import Server
 from tests.support.processes import alive
 
-LONG_S = 60.0
+LONG_S = 240.0
 
 
 class RayServer(Server):
@@ -215,10 +215,11 @@ def test_what_cannot_start_says_why_and_leaves_nothing(ray_cluster: None) -> Non
 DRIVER = """
 import asyncio, sys, time
 from rlhub.single_controller import AsyncActorOptions, ClassWithInitArgs, start_async_actor
-from rlhub.single_controller.ray import connect
+from rlhub.single_controller.ray import cluster, connect
 from tests.integration.test_async_actors import RayServer
 
-connect({"object_store_memory": 100 * 2**20}, device="cpu", num_ranks=1)
+cluster.START_ATTEMPTS = 10
+connect({"object_store_memory": 100 * 2**20}, device="cpu", num_ranks=1, deadline_s=600.0)
 actor = start_async_actor(ClassWithInitArgs(RayServer, 1), AsyncActorOptions(name="server"))
 print(asyncio.run(actor.call("facts"))["pid"], flush=True)
 asyncio.run(actor.call("add", 1, 600.0))

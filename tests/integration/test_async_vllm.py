@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -28,6 +27,7 @@ from rlhub.workers.memory_handover import WorkerRuntime
 from tests.integration.async_vllm_replica import LookedInto
 from tests.support.chat_model import save_chat_model
 from tests.support.plain_train_engine import PlainTrainEngine
+from tests.support.processes import all_end
 from tests.support.rollout_contract import PROMPTS
 from tests.support.step_limit import VARIABLE
 from tests.support.tiny_models import full_forward, greedy_reference, save_tiny_model, sequence_log_probs, tiny_model
@@ -36,7 +36,7 @@ TOLERANCE = 2e-5
 LIMIT_S = 600.0  # four processes import vLLM, on a machine that may be busy
 NEW_TOKENS = 60
 LONG_PROMPT = [3 + i % 60 for i in range(70)]  # more than two blocks of the cache
-RUNTIME = WorkerRuntime(device="cpu", seed=0, max_prompt_length=80, max_response_length=NEW_TOKENS, deadline_s=60.0)
+RUNTIME = WorkerRuntime(device="cpu", seed=0, max_prompt_length=80, max_response_length=NEW_TOKENS, deadline_s=LIMIT_S)
 SAMPLING = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
 FLIPPED = ("model.layers.1.self_attn.k_proj.bias", "model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight")
 
@@ -89,7 +89,7 @@ def replica(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     found._loop.stop()
 
 
-def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(holds: Callable[[], bool], seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "did not happen"
@@ -245,5 +245,5 @@ def test_a_killed_replica_leaves_no_process(replica: Replica) -> None:
     os.kill(family[-1], signal.SIGKILL)
     with pytest.raises(WorkerDiedError):
         replica.greedy()
-    until(lambda: not any(map(psutil.pid_exists, family)))
+    assert all_end(family)
     until(lambda: not any(path.exists() for path in memory))

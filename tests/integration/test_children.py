@@ -71,7 +71,7 @@ def make(target: str) -> Iterator[Callable[..., KillablePool]]:
     pools: list[KillablePool] = []
 
     def build(**settings: object) -> KillablePool:
-        pools.append(KillablePool(target, ["x"], **{"num_workers": 1, "timeout_s": 20.0, "memory_gb": 1.0} | settings))  # type: ignore[arg-type]
+        pools.append(KillablePool(target, ["x"], **{"num_workers": 1, "timeout_s": 60.0, "memory_gb": 1.0} | settings))  # type: ignore[arg-type]
         return pools[-1]
 
     yield build
@@ -165,9 +165,10 @@ def test_output_goes_nowhere_whatever_its_size(make: Callable[..., KillablePool]
 @pytest.mark.usefixtures("ends_hanging_calls")
 def test_descendants_in_sessions_of_their_own_die_with_the_call(make: Callable[..., KillablePool]) -> None:
     assert kinds(run(make(timeout_s=0.5), "spawn")) == ["timeout"]
-    deadline = time.monotonic() + 30  # what was killed ends when it gets a core
+    deadline = time.monotonic() + 60  # what was killed ends when it gets a core
     while [p for p in psutil.process_iter(["cmdline"]) if "98765.25" in (p.info["cmdline"] or [])]:
         assert time.monotonic() < deadline, "a descendant is still there"
+        time.sleep(0.05)
 
 
 def test_a_leak_costs_fresh_children_but_no_call(make: Callable[..., KillablePool]) -> None:
@@ -179,7 +180,8 @@ def test_a_child_that_died_between_calls_is_replaced(make: Callable[..., Killabl
     pool = make()
     pid = run(pool, "pid")[0].value
     psutil.Process(pid).kill()
-    assert run(pool, "pid")[0].value != pid
+    (after,) = run(pool, "pid")
+    assert after.failure is None and after.value != pid
 
 
 def test_slow_calls_spread_over_the_workers_and_trivial_ones_do_not(

@@ -191,7 +191,7 @@ def test_a_killed_driver_resumes_to_the_same_weights(alone: Job) -> None:
     command = [sys.executable, "-m", "rlhub.trainer.main_ppo", *alone.overrides("resumed")]
     with (alone.folder / "log").open("w") as log:
         driver = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not [row for row in rows_so_far(folder) if row["step"] == 1] and driver.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -22,7 +22,7 @@ from tests.support.processes import all_end
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 EPISODES, STEPS = 50, 10
 SIMULATORS = """
 import asyncio, os

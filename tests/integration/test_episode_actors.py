@@ -20,7 +20,7 @@ from tests.support.episodes import parts
 from tests.support.processes import all_end
 
 NUM_EPISODES = 8
-WAIT_S = 120.0
+WAIT_S = 300.0
 WORKFLOW = """
 import os
 

@@ -37,7 +37,7 @@ def pipeline(config, needs):
 
 def golden_runs(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "golden_runs.py"), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
 
 
 @pytest.fixture(scope="module")

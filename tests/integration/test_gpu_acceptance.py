@@ -16,7 +16,7 @@ from scripts.gpu.measure import PartError, apart
 from scripts.gpu.sections.correctness import WITHIN, distance
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 900.0
+LIMIT_S = 2400.0
 """It takes three minutes on two idle cores."""
 
 
@@ -47,16 +47,16 @@ def vanishes() -> None:
 
 
 def test_a_part_in_a_process_of_its_own() -> None:
-    pid, value = apart(quotient, 6, 3, limit_s=60)
+    pid, value = apart(quotient, 6, 3, limit_s=300)
     assert value == 2 and pid != os.getpid()
     with pytest.raises(PartError, match="ZeroDivisionError: division by zero"):
-        apart(quotient, 6, 0, limit_s=60)
+        apart(quotient, 6, 0, limit_s=300)
     with pytest.raises(PartError, match="without an answer, exit status 3"):
-        apart(vanishes, limit_s=60)
+        apart(vanishes, limit_s=300)
     started = time.monotonic()
     with pytest.raises(PartError, match="sleep was ended after 1 s"):
         apart(time.sleep, 600, limit_s=1)
-    assert time.monotonic() - started < 120
+    assert time.monotonic() - started < 300
 
 
 def test_a_wrong_gradient_is_far_from_the_right_one() -> None:

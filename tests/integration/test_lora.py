@@ -19,7 +19,7 @@ from tests.integration.test_megatron_engine import Group
 from tests.support.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
-START_LIMIT_S = 300
+START_LIMIT_S = 900
 TOLERANCE = 1e-4
 
 

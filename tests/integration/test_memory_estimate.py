@@ -53,7 +53,7 @@ def test_an_update_takes_the_memory_that_was_estimated(tmp_path: Path, recompute
     variables = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.memory_use", *arguments],
-        cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False,
+        cwd=ROOT, env=variables, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     measured = int((tmp_path / RESULT).read_text())

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_a_damage_of_each_kind_is_an_error_with_a_name_or_harmless() -> None:
     command = [sys.executable, str(ROOT / "scripts/checks/model_folders.py"), "--count", "12", "--seed", "5"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert found.returncode == 0 and "12 damages of seed 5: 0 wrong" in found.stdout, found.stdout + found.stderr
 
 

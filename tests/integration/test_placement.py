@@ -169,9 +169,9 @@ def test_a_death_on_another_pool_is_named_and_nothing_is_left(apart: Started) ->
     with pytest.raises(WorkerDiedError, match=f"process {victim.pid} died") as died:
         groups.weights.sync(8)
     assert (died.value.role, died.value.rank) == ("rollout", 0)
-    assert time.monotonic() - begin < 100
+    assert time.monotonic() - begin < 300
     apart.close()
-    assert time.monotonic() - begin < 200
+    assert time.monotonic() - begin < 600
 
 
 def test_a_run_goes_on_under_another_placement(together: Job) -> None:

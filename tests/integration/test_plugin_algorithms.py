@@ -19,7 +19,7 @@ from tests.support.chat_model import save_chat_model
 from tests.support.metrics import rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 PLUGIN = '''
 """Rewards less the batch's mean, times a scale; a plain policy gradient on a random share of the tokens."""
 

@@ -36,7 +36,7 @@ def agent(**kwargs: Any) -> CodingAgent:
         max_prompt_length=16,
         max_response_length=80,
         score=score,
-        kwargs={"sandbox": {"name": "bwrap", "timeout_s": 5}, **kwargs},
+        kwargs={"sandbox": {"name": "bwrap", "timeout_s": 120}, **kwargs},
     )
     return CodingAgent(parts)
 
@@ -51,14 +51,15 @@ def test_functions_are_tested_in_a_sandbox() -> None:
         'print(\'["7", "9"]\')': "f(3) is no result, not 7",
         'import os; print(\'["7", "9"]\'); os._exit(0)': "f(3) is no result, not 7",
         "open('/etc/passwd')": "f(3) is FileNotFo, not 7",
-        "while 1: pass": "f(3) is time, not 7",
     }
+    endless = "while 1: pass"
 
     async def once() -> list[str | None]:
-        tester = agent()
-        return list(await asyncio.gather(*(tester.failure(body, TESTS) for body in bodies)))
+        tester, hasty = agent(), agent(sandbox={"name": "bwrap", "timeout_s": 3})
+        return [await hasty.failure(endless, TESTS), *await asyncio.gather(*(tester.failure(body, TESTS) for body in bodies))]
 
-    assert dict(zip(bodies, asyncio.run(once()), strict=True)) == bodies
+    timed, *found = asyncio.run(once())
+    assert timed == "f(3) is time, not 7" and dict(zip(bodies, found, strict=True)) == bodies
 
 
 class Told:

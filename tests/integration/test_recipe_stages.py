@@ -25,7 +25,7 @@ def stop(number, frame):
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, stop)
 print("running", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 CALLER = "import sys; from recipes import stages; sys.exit(stages.call_through([sys.executable, '-c', sys.argv[1]]))"
 

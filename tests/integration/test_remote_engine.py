@@ -107,7 +107,7 @@ class Heard:
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self.changed.clear()
-            await asyncio.wait_for(self.changed.wait(), 60)
+            await asyncio.wait_for(self.changed.wait(), 240)
 
 
 @pytest.mark.parametrize("followed", [False, True])

@@ -93,21 +93,26 @@ def test_a_fault_masks_its_own_sample_only(build: Callable[..., RewardManager], 
     assert result.metrics["reward/num_failed"] == result.metrics[f"reward/num_failed/{kind}"] == 1.0
 
 
-def test_hanging_samples_cost_one_deadline_each_shared_by_the_workers(build: Callable[..., RewardManager]) -> None:
+def test_hanging_samples_cost_one_deadline_each_shared_by_the_workers(build: Callable[..., RewardManager], source: Path) -> None:
     manager = build(timeout_s=DEADLINE_S)
-    started = time.monotonic()
     result = manager(make_batch(["hang", "ok", "hang", "ok", "hang", "ok", "hang"]))
     assert result.valid.tolist() == [False, True, False, True, False, True, False]
     assert result.metrics["reward/num_failed/timeout"] == 4.0
-    assert time.monotonic() - started < 30
+    assert len(hung(source)) == 4, "each was begun once"
 
 
-def test_a_function_that_always_hangs_stops_the_run_after_a_few_deadlines(build: Callable[..., RewardManager]) -> None:
-    """200 deadlines would be 250 s for two workers."""
-    started = time.monotonic()
+def hung(source: Path) -> list[Path]:
+    """What each process that hung in a call has left."""
+    return list(source.parent.glob(f"{source.name}.*.hangs"))
+
+
+def test_a_function_that_always_hangs_stops_the_run_after_a_few_deadlines(
+    build: Callable[..., RewardManager], source: Path
+) -> None:
+    """Two of 200 samples may fail; two workers hang at a time."""
     with pytest.raises(RewardError, match=r"(?s)timeout.*more than reward_model.max_error_rate=0.01.* were not scored"):
         build(timeout_s=DEADLINE_S, max_error_rate=0.01)(make_batch(["hang"] * 200))
-    assert time.monotonic() - started < 40
+    assert 3 <= len(hung(source)) <= 5
 
 
 def test_a_gigabyte_of_output_is_not_a_fault(build: Callable[..., RewardManager]) -> None:
@@ -119,9 +124,10 @@ def test_processes_that_a_function_leaves_behind_are_killed(build: Callable[...,
     batch.non_tensor_batch["extra_info"][0] = {"mark": MARK}
     before = descendants()
     assert build(timeout_s=DEADLINE_S)(batch).metrics["reward/num_failed/timeout"] == 1.0
-    deadline = time.monotonic() + 30  # what was killed ends when it gets a core
+    deadline = time.monotonic() + 60  # what was killed ends when it gets a core
     while [p for p in psutil.process_iter(["cmdline"]) if MARK in (p.info["cmdline"] or [])] or len(descendants() - before) > 1:
         assert time.monotonic() < deadline, "something is still there"
+        time.sleep(0.05)
 
 
 def descendants() -> set[psutil.Process]:

@@ -36,9 +36,9 @@ from tests.support.plain_train_engine import PlainTrainEngine
 from tests.support.rollout_service import PACE, LimitedSteps
 
 NEW_TOKENS = 150
-RUNTIME = WorkerRuntime(device="cpu", seed=0, max_prompt_length=32, max_response_length=NEW_TOKENS, deadline_s=60.0)
-SAMPLING = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
 WAIT_S = 240.0  # a replica starts in seconds, unless the machine has much else to do
+RUNTIME = WorkerRuntime(device="cpu", seed=0, max_prompt_length=32, max_response_length=NEW_TOKENS, deadline_s=WAIT_S)
+SAMPLING = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 class Paced(RolloutServer):
@@ -67,7 +67,7 @@ class Job:
         self.config.model.path = str(path)
         self.config.rollout.name = "hf"
         self.options = ServiceOptions(
-            counts=(2,), log_dir=str(folder / "logs"), run_folder=folder, limits=FleetLimits(restarts=2, update_s=60.0)
+            counts=(2,), log_dir=str(folder / "logs"), run_folder=folder, limits=FleetLimits(restarts=2, update_s=WAIT_S)
         )
         self.service = RolloutService(self.config, RUNTIME, self.options)
         self.service._server = Paced
@@ -268,7 +268,8 @@ def test_a_replica_that_is_added_in_mid_run_serves_nothing_but_the_newest_weight
     before = job.version
     while change.state == "running":
         job.publish()
-        time.sleep(0.25)  # hundreds of changes would make the weights so large that rounding decides the tokens
+        # Hundreds of changes would make the weights so large that rounding decides the tokens, however long it takes.
+        time.sleep(0.25 * (job.version - before))
     assert (change.state, change.replica) == ("done", "rollout-2") and job.version > before
     assert job.statuses()["rollout-2"].version == job.version
     later = [job.submit(seed) for seed in range(9)]
@@ -297,11 +298,21 @@ def test_a_removed_replica_completes_its_requests(job: Job) -> None:
     assert grown == {"requests": 12, "completed": 12, "retries": 0}, "each was answered once, by the replica that had it"
 
 
-def test_a_replica_that_is_killed_while_it_is_added_frees_its_place(job: Job) -> None:
+class NeverStarts(Paced):
+    """A joiner that is always still starting."""
+
+    async def start(self) -> None:
+        await super().start()
+        await asyncio.sleep(3600)
+
+
+def test_a_replica_that_is_killed_while_it_is_added_frees_its_place(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.limit(0)
     running = [job.submit(seed) for seed in range(4)]
-    change = on_loop(job, lambda: job.service.control.begin_add("more"))
-    until(lambda: bool(job.service.router.fleet._joining))
+    with monkeypatch.context() as patch:
+        patch.setattr(job.service, "_server", NeverStarts)
+        change = on_loop(job, lambda: job.service.control.begin_add("more"))
+        until(lambda: bool(job.service.router.fleet._joining))
     (actor,) = job.service.router.fleet._joining
     status = asyncio.run_coroutine_threadsafe(actor.call("status"), job.service.loop).result(WAIT_S)
     os.kill(status.pid, signal.SIGKILL)

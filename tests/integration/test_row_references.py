@@ -7,11 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from rlhub.errors import ProtocolError, WorkerDiedError
 from rlhub.protocol import BatchRef, DataProto
@@ -126,15 +127,16 @@ def test_ranks_of_one_shard_share_a_part(run: Launched) -> None:
     assert stored(run) == 0, "copies are dropped as well"
 
 
-def test_an_exchange_waits_for_no_group_that_forgets_its_copies(run: Launched) -> None:
+def test_an_exchange_waits_for_no_group_that_forgets_its_copies(run: Launched, tmp_path: Path) -> None:
     """Calls that were sent before still read the copies, and a later count finds none.  The control is a call that waits."""
     rollout, actor, critic = run.groups["rollout"], run.groups["actor"], run.groups["critic"]
     whole, ref = rows_of(rollout, "copied", np.arange(16)[::-1].copy())
     critic.read(ref)
     assert sum(critic.stored_bytes()) > 0
-    busy, reading = critic.rest.submit(3.0), critic.read.submit(ref)
+    busy, reading = critic.rest.submit(str(tmp_path / "over")), critic.read.submit(ref)
     moved = actor.exchange(ref, "actor")
     assert not busy.done(), "the exchange was over first"
+    (tmp_path / "over").touch()
     assert sum(critic.stored_bytes()) == 0 and busy.done()
     assert same_batch(reading.get(), whole) and same_batch(actor.read(moved), whole)
     actor.drop(moved)
@@ -227,10 +229,11 @@ def test_rows_of_a_process_that_dies_are_reported_with_their_rank(run: Launched)
         os.kill(pair.workers[0].pid, signal.SIGKILL)
         ((handles, _),) = put.values()
         deadline = time.monotonic() + 60
-        with pytest.raises(RayError):  # as soon as the cluster knows of the death
+        with pytest.raises(RayError) as known:  # as soon as the cluster knows of the death
             while time.monotonic() < deadline:
-                ray.get(handles[0][0], timeout=5.0)
+                ray.get(handles[0][0], timeout=60.0)
                 time.sleep(0.1)
+        assert not isinstance(known.value, GetTimeoutError)
         return put
 
     pair._call_rows = put_and_die  # type: ignore[method-assign, assignment]

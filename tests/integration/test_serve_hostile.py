@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from tests.support.breakable_engines import broken
 from tests.support.serving import Server, serving
 
-CONNECTION_S = 1.5
-LIMIT_S = 60.0
+CONNECTION_S = 5.0
+LIMIT_S = 240.0
 COMPLETIONS, WEIGHTS = "/v1/completions", "/admin/weights"
 SETTINGS = ("rollout.name=hf", "rollout.max_model_len=400", f"server.connection_s={CONNECTION_S}", "server.max_samples=64")
 
@@ -144,13 +144,13 @@ def test_a_folder_that_is_none_is_400_and_changes_nothing(server: Server, folder
 )
 def test_a_half_open_connection_expires(server: Server, sent: bytes, told: bytes) -> None:
     host, _, port = server.address.removeprefix("http://").partition(":")
+    started = time.monotonic()
     with socket.create_connection((host, int(port)), timeout=LIMIT_S) as connection:
-        started = time.monotonic()
         connection.sendall(sent.replace(b"KEY", server.key.encode()))
         answer = connection.recv(4096)
         assert CONNECTION_S * 0.9 < time.monotonic() - started < LIMIT_S
         assert answer.startswith(told) if told else answer == b""
-        assert not told or b"server.connection_s=1.5" in answer
+        assert not told or f"server.connection_s={CONNECTION_S:g}".encode() in answer
 
 
 def test_an_engine_that_broke_is_503_and_built_anew_with_the_weights_it_had(server: Server, tmp_path: Path) -> None:
@@ -164,16 +164,16 @@ def test_an_engine_that_broke_is_503_and_built_anew_with_the_weights_it_had(serv
     broken(server.model).write_text("no such kernel")
     status, answer = ask(server, COMPLETIONS, {"prompt": [5], "max_tokens": 2})
     assert status == 503 and "no such kernel" in answer["error"]["message"]
+    status, answer = ask(server, "/health")
+    assert status == 503 and "no such kernel" in answer["error"]["message"], "the break is told: no other is built yet"
     broken(server.model).unlink()
-    deadline, seen = time.monotonic() + LIMIT_S, set()
+    deadline = time.monotonic() + LIMIT_S
     while (health := ask(server, "/health"))[0] != 200:
         assert health[0] == 503 and "no such kernel" in health[1]["error"]["message"]
-        seen.add(health[0])
         status, _ = ask(server, COMPLETIONS, {"prompt": [5], "max_tokens": 2})
         assert status == 503 or ask(server, "/health")[0] == 200, "answered only by one that was built anew meanwhile"
         assert time.monotonic() < deadline, "it is not built anew"
         time.sleep(0.02)
-    assert seen, "the break was told"
     assert greedy(server) == right
     status, told = ask(server, "/admin/status")
     assert (told["version"], told["failure"]) == (900, "")

@@ -35,13 +35,19 @@ from tests.support.vla import BINS, TOKENS, settings
 
 SCENES, AHEAD_STEPS = 8, 5
 VARYING = ("timing_", "perf/", "memory/")
-SLOW = """
-import time
+HELD = """
+import os, time
+from pathlib import Path
 from rlhub.envs.vector.reach_color import ReachColor
 
-class Slow(ReachColor):
+class Held(ReachColor):
+    # A step of a process that the file beside this one names does not end.
+    held = Path(__file__).with_name("held")
+
     def step(self, action):
-        time.sleep(0.03)
+        while self.held.exists() and str(os.getpid()) in self.held.read_text().split():
+            Path(f"{__file__}.{os.getpid()}.held").touch()
+            time.sleep(0.01)
         return super().step(action)
 """
 SIMULATORS_APART = ("trainer.pools.sim.n_gpus_per_node=4", "trainer.placement.environments=sim")
@@ -98,7 +104,7 @@ class Job:
 def job(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("simulators")
     write_model(folder / "model", 1, ("touch", "red", "blue"), num_places=TOKENS, num_bins=BINS)
-    (folder / "slow.py").write_text(SLOW)
+    (folder / "held.py").write_text(HELD)
     (folder / "easy.py").write_text(EASY)
     return Job(folder=folder)
 
@@ -176,19 +182,26 @@ def test_simulators_in_the_ranks_apart_and_all_apart_learn_the_same(job: Job, st
 
 def test_a_killed_actor_costs_its_episodes_and_the_run_goes_on(job: Job, start: Callable[[PPOConfig], Started]) -> None:
     reserved = ("trainer.pools.sim={n_gpus_per_node: 2, process_cpus: 1}", "trainer.ray_init.num_cpus=5")
-    slow = (f"env.name={job.folder / 'slow.py'}:Slow", *reserved)
-    started = start(job.config("killed", *slow, "trainer.placement.environments=sim"))
+    own = (f"env.name={job.folder / 'held.py'}:Held", *reserved)
+    started = start(job.config("killed", *own, "trainer.placement.environments=sim"))
     victim = started.actors()[0]
     orphans = {child.pid for child in victim.children(recursive=True)}
     assert orphans, "the simulators are its children"
 
     def kill() -> None:
-        time.sleep(0.5)
+        deadline = time.monotonic() + 240
+        while not list(job.folder.glob("held.py.*.held")) and time.monotonic() < deadline:
+            time.sleep(0.01)
         os.kill(victim.pid, signal.SIGKILL)
 
     started.step(1)
-    threading.Thread(target=kill).start()
+    (job.folder / "held.part").write_text(" ".join(map(str, orphans)))
+    (job.folder / "held.part").rename(job.folder / "held")
+    killing = threading.Thread(target=kill)
+    killing.start()
     started.step(2)
+    killing.join()
+    assert list(job.folder.glob("held.py.*.held")), "it was killed in the midst of a step"
     started.step(3)
     lost = [row["rollout/lost_episodes"] for row in job.rows("killed")]
     assert lost[0] == 0 < lost[1] <= SCENES / 2 and lost[2] == 0, lost
@@ -230,7 +243,7 @@ def test_several_batches_ahead_train_once_each_over_a_kill(job: Job, start: Call
     stream = started.trainer.source
     assert isinstance(stream, EpisodeStream)
     with stream._changed:
-        assert stream._changed.wait_for(lambda: len(stream._ahead) == 2 and not stream._is_busy, timeout=60)
+        assert stream._changed.wait_for(lambda: len(stream._ahead) == 2 and not stream._is_busy, timeout=240)
     started.step(2)
     victim = started.trainer.groups.rollout.workers[0]
     os.kill(victim.pid, signal.SIGKILL)

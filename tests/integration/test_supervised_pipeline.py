@@ -112,7 +112,7 @@ def plain(kind: str, folder: Path, out: Path) -> tuple[dict[str, Tensor], list[d
     data, config.optim.total_training_steps = build_data(config), STEPS
     length = config.data.max_length
     runtime = WorkerRuntime(
-        device="cpu", seed=config.trainer.seed, max_prompt_length=length, max_response_length=length, deadline_s=60
+        device="cpu", seed=config.trainer.seed, max_prompt_length=length, max_response_length=length, deadline_s=600
     )
     columns = ["input_ids", "attention_mask", "response_mask", *(["margin"] if kind == "rm" else [])]
     with launch_workers({"model": ClassWithInitArgs(JOBS[kind][2], config, runtime)}, config.trainer) as launched:

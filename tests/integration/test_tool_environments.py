@@ -22,7 +22,7 @@ from rlhub.utils.tool_calls import ToolResult
 from tests.support.episode_parts import ScriptedEngine, episode, parts, tokenizer
 from tests.unit.agents.remote.environments import HERE
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 """Nothing here takes so long, unless it hangs."""
 ENVIRONMENT = '''
 import asyncio, os, threading
@@ -61,7 +61,7 @@ class Acting(Environment):
         match tool_args["how"]:
             case "hang":
                 self.note("hangs")
-                await asyncio.to_thread(threading.Event().wait, 150)  # longer than any test waits
+                await asyncio.to_thread(threading.Event().wait, 600)  # longer than any test waits
             case "die":
                 os._exit(3)
             case "late":

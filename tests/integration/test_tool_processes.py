@@ -42,7 +42,7 @@ server.run(*sys.argv[1:2], **({"port": int(sys.argv[2])} if sys.argv[2:] else {}
 '''
 
 
-def with_tools(use: Callable[[ToolSession], Awaitable[Any]], *entries: Any, timeout_s: float = 60.0) -> Any:
+def with_tools(use: Callable[[ToolSession], Awaitable[Any]], *entries: Any, timeout_s: float = 240.0) -> Any:
     async def run() -> Any:
         box = Toolbox(load_tools(entries, where="tools"), timeout_s=timeout_s)
         try:
@@ -59,7 +59,7 @@ def programs(*codes: str, **settings: Any) -> list[ToolResult]:
     async def use(session: ToolSession) -> list[ToolResult]:
         return list(await asyncio.gather(*(session.execute(ToolCall(name="python", arguments={"code": code})) for code in codes)))
 
-    return with_tools(use, {"name": "python", "settings": settings})  # type: ignore[no-any-return]
+    return with_tools(use, {"name": "python", "settings": {"timeout_s": 60.0, **settings}})  # type: ignore[no-any-return]
 
 
 def test_programs_run_and_say_what_they_print() -> None:
@@ -207,7 +207,7 @@ def test_a_program_has_the_same_results_in_both_places(place: dict[str, str]) ->
 def test_programs_in_a_sandbox_are_bounded(place: dict[str, str]) -> None:
     (endless,) = programs("while True: pass", timeout_s=1.0, **place)
     assert endless.failed and "not done after 1 s" in endless.text
-    (named,) = programs("import os; print(sorted(os.environ))", timeout_s=30.0, **place)
+    (named,) = programs("import os; print(sorted(os.environ))", **place)
     assert "HOME" in named.text and "PYTHONPATH" not in named.text
 
 

@@ -47,7 +47,7 @@ def run(path: Path, tracker: str, resumed: int, monkeypatch: pytest.MonkeyPatch,
     for name in ("MLFLOW_TRACKING_URI", "TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         monkeypatch.delenv(name, raising=False)
     program = [sys.executable, "-c", PROGRAM, str(path), tracker, str(resumed), status]
-    done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
     assert done.returncode == 0, done.stdout
     assert "failed and gets nothing more" not in done.stdout
     return done.stdout

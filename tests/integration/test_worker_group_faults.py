@@ -80,18 +80,18 @@ def test_exceptions_deadlines_and_a_death_with_hanging_peers(start: Start, monke
         late_when_only(patch, 1)
         with pytest.raises(DeadlineError, match=r"actor.sleep_on: not done after 3 s; still running: rank 1 on") as late:
             actor.sleep_on(1, 300.0)
-    assert time.monotonic() - begin < 60 and late.value.seconds == 3.0
+    assert time.monotonic() - begin < 150 and late.value.seconds == 3.0
     assert wait_for(lambda: "sleep_on" in Path(actor.workers[1].log).read_text()), "the stacks are in the log"
 
     begin = time.monotonic()
     with pytest.raises(WorkerDiedError, match=f"process {actor.workers[0].pid} died") as died:
         actor.die_on(0, others_sleep_s=300.0)
-    assert (died.value.role, died.value.rank) == ("actor", 0) and time.monotonic() - begin < 60
+    assert (died.value.role, died.value.rank) == ("actor", 0) and time.monotonic() - begin < 150
     with pytest.raises(WorkerDiedError, match="rank 0"):
         actor.only_zero(1)
     begin = time.monotonic()
     run.close()
-    assert time.monotonic() - begin < 60, "a hanging peer is not waited for"
+    assert time.monotonic() - begin < 150, "a hanging peer is not waited for"
     assert all_end([worker.pid for worker in actor.workers])
 
 
@@ -143,7 +143,7 @@ def test_a_plugins_method_has_the_deadline_that_it_names(
     roles = {"guest": ClassWithInitArgs(guest)}
     with launch_workers(roles, config) as launched, pytest.raises(DeadlineError, match=words) as late:
         launched.groups["guest"].hang()
-    assert late.value.seconds == 2.0 and time.monotonic() - begin < 120
+    assert late.value.seconds == 2.0 and time.monotonic() - begin < 300
 
 
 def test_an_idle_death_and_a_stopped_process(start: Start) -> None:
@@ -195,7 +195,7 @@ def test_what_cannot_start_says_why_and_gives_its_places_back(
     with pytest.raises(WorkerError, match=message):
         launch(roles, LaunchOptions(ranks_per_node=2, plugins=plugins))
     assert wait_for(all_cpus_are_free)
-    assert [pid for pid in worker_processes() - before if alive(pid)] == []
+    assert all_end(worker_processes() - before), "what was killed ends when it gets a core"
 
 
 def test_a_start_that_hangs_has_a_deadline(ray_cluster: None) -> None:

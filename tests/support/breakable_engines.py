@@ -1,7 +1,9 @@
-"""Imported into a process before it builds an engine: a step of the hf engine fails while a file beside its model says how."""
+"""Imported into a process before it builds an engine: a step of the hf engine fails while a file beside its model says how, and
+no other engine is built."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from rlhub.engines.rollout.continuous_batching import TokenEvent
 from rlhub.engines.rollout.hf.engine import ContinuousBatch, HFEngine
 
 FILE = "broken"
+LIMIT_S = 240.0
 
 
 def broken(model: Path) -> Path:
@@ -24,5 +27,13 @@ def _step(stepper: ContinuousBatch, step: Any = ContinuousBatch.step) -> Sequenc
     return events
 
 
+def _initialize(engine: HFEngine, initialize: Any = HFEngine.initialize) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while broken(Path(str(engine._setup.model.path))).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    initialize(engine)
+
+
 assert HFEngine._make_stepper, "the steps are its own"
+HFEngine.initialize = _initialize  # type: ignore[method-assign]
 ContinuousBatch.step = _step  # type: ignore[method-assign]

@@ -38,7 +38,7 @@ def main() -> None:
     roles = {role: ClassWithInitArgs(RowWorker) for role in ("rollout", "actor", "critic")}
     roles |= {role: ClassWithInitArgs(RowWorker, 2) for role in ("wide", "pair")}
     options = LaunchOptions(backend="replicated", ranks_per_node=RANKS, pools=POOLS, placement={"critic": "one", "pair": "two"})
-    with joined(place, 120.0), launch(roles, options) as run:
+    with joined(place, 300.0), launch(roles, options) as run:
         run.groups["actor"].join()
         for check in (check_life, check_joined, check_refusals):
             check(run.groups["rollout"])

@@ -129,7 +129,7 @@ class Stream:
         return found
 
     def on_loop(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.source.executor.runner.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self.source.executor.runner.loop).result(240)
 
     def kept(self) -> tuple[int, int]:
         """Returns the rows in the stores, and those of finished groups that are not trained; no episode runs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -10,6 +11,7 @@ from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
+REST_S = 60.0
 ROWS_MESH = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 
 
@@ -21,7 +23,7 @@ class RowWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def join(self) -> None:
-        ensure_process_group(torch.device("cpu"), timeout_s=60.0)
+        ensure_process_group(torch.device("cpu"), timeout_s=300.0)
 
     @register(ROWS_MESH)
     def generate(self, prompts: DataProto) -> DataProto:
@@ -51,9 +53,11 @@ class RowWorker(Worker):
         return int(batch.batch["wide"].sum())
 
     @register(Dispatch.ONE_TO_ALL)
-    def rest(self, seconds: float) -> None:
-        """Is busy for so long."""
-        time.sleep(seconds)
+    def rest(self, until: str) -> None:
+        """Is busy until there is a file of that name, or for REST_S where somebody waits for it to be over."""
+        deadline = time.monotonic() + REST_S
+        while not Path(until).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     @register(ROWS_MESH)
     def read(self, batch: DataProto) -> DataProto:

@@ -28,7 +28,7 @@ from tests.support.tiny_models import sequence_log_probs
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 600.0  # of an engine whose processes import vLLM, on a machine that may be busy
-END_S = 60.0
+END_S = 240.0
 
 
 @dataclass
@@ -93,7 +93,7 @@ def build(server: Server, name: str, folder: Path | None = None, address: str | 
         api_key_file=str(server.key_file),
         admin_key_file=str(server.admin_key_file),
         weights_folder=str(folder) if folder else None,
-        start_s=60.0,
+        start_s=240.0,
     )
     engine = build_rollout_engine(
         RolloutSetup(

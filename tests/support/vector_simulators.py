@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -80,6 +82,20 @@ class Drift:
             time.sleep(0.01)
             if self._trap == "grow":
                 kept.append(np.empty(2**26))  # 512 MiB
+
+
+class Meeting(Drift):
+    """A right one whose steps wait until two processes have come to one; they meet in the folder `meet`."""
+
+    def __init__(self, *, meet: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._meet = Path(meet)
+
+    def step(self, action: np.ndarray) -> StepOutcome:
+        (self._meet / str(os.getpid())).touch()
+        while len(list(self._meet.iterdir())) < 2:
+            time.sleep(0.01)
+        return super().step(action)
 
 
 class PositionsOnly(Drift):
