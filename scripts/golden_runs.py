@@ -437,7 +437,7 @@ def cluster(product: Path, needed: bool) -> Iterator[list[str]]:
         yield [f"trainer.ray_init.address='{address}'"]
     finally:
         process.stdin.close()
-        process.wait(60)
+        process.wait(240)
 
 
 def runs_of(only: Sequence[str], backend: str) -> list[tuple[str, str]]:

@@ -54,7 +54,8 @@ def test_the_launcher_makes_one_call_a_rank(ray_cluster: None, tmp_path: Path) -
     """After it has asked where the ranks meet; all steps of the run lie between the call and its result."""
     run, calls = tmp_path / "run", Calls()
     more = ("trainer.backend=ray", "trainer.controller=multi", "trainer.n_gpus_per_node=2", "trainer.record_batches=False")
-    config = prepare(PPOConfig, "ppo", Task(folder=tmp_path / "task", seconds=0.0).write().arguments(run, *more))
+    task = Task(folder=tmp_path / "task", seconds=0.0).write()
+    config = prepare(PPOConfig, "ppo", task.arguments(run, *more, deadline_s=600.0))
     assert launch_ranks(config, fit, [calls]) == 0
     assert calls.started == [("address", 1), ("train", 2)]
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
@@ -78,7 +79,7 @@ def test_other_engines_and_learned_rewards_are_those_of_one_driver(
     found = {}
     for controller, run in (("single", lambda config: fit(config)), ("multi", lambda config: launch_ranks(config, fit))):
         folder = tmp_path / controller
-        arguments = task.arguments(folder, *settings, f"trainer.controller={controller}", deadline_s=300.0)
+        arguments = task.arguments(folder, *settings, f"trainer.controller={controller}", deadline_s=600.0)
         assert run(prepare(PPOConfig, "ppo", arguments)) == 0
         weights = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
         rows = read_metrics(folder / "metrics.jsonl")
