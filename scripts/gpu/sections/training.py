@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -137,19 +137,27 @@ def _measure(context: Context, name: str, folder: Path, engine: TrainEngine, job
     rows = rows_for(context, name, job.num_tokens)
     actor = ActorConfig(entropy_coeff=0.01 if job.entropy == "in the loss" else 0.0, calculate_entropy=job.entropy != "none")
     updater = PolicyUpdater(engine, actor, scale=1.0)
+    norms: list[float] = []
 
     def step() -> None:
-        updater.update(rows, 1)
+        norms.append(updater.update(rows, 1).get("actor/grad_norm", 0.0))
         check_finite(engine, "after the update")  # as the actor's worker does
 
     release(context.device)
     seconds = median_s(step, context.device, warm_up=2 if context.on_gpu else 1)
+    check_gradients(norms)
     what = f"{name}: update, {job.name}"
     note = f"{throughput(folder, context.device, rows, seconds)}peak {peak_gb(context.device):.1f} GiB"
     if context.on_gpu:
         note += f", GPU busy {100 * busy_share(step, context.device):.0f} %"
     context.rows.measured(what, job.num_tokens / seconds, "tokens/s", note=note)
     return job.num_tokens / seconds
+
+
+def check_gradients(norms: Sequence[float]) -> None:
+    """Raises ValueError if an update that was measured had no gradient: one that computes nothing is fast."""
+    if not norms or not all(norm > 0 for norm in norms):
+        raise ValueError(f"gradients of the norms {norms}: the updates computed nothing")
 
 
 def throughput(folder: Path, device: torch.device, rows: dict[str, Tensor], seconds: float, *, training: bool = True) -> str:
