@@ -407,11 +407,21 @@ def starting(mark: str) -> list[psutil.Process]:
     return [process for process in found if process.info["name"] == "bwrap" and mark in str(process.info["cmdline"])]
 
 
+def seen(mark: str) -> list[tuple[int | None, str | None, str | None]]:
+    """Returns parent, name and state of every process of the call, for a message."""
+    found = psutil.process_iter(["ppid", "name", "status", "cmdline"])
+    return [
+        (process.info["ppid"], process.info["name"], process.info["status"])
+        for process in found
+        if mark in str(process.info["cmdline"])
+    ]
+
+
 def test_what_bwrap_is_starting_ends_with_the_process_that_opened_it(mode: Mode, full: int) -> None:
     mark = f"rlhub-stuck-{os.getpid()}-{time.monotonic_ns()}"
     program = STARTING.format(full=full, mode=mode, mark=mark)
     with subprocess.Popen([sys.executable, "-c", program], pass_fds=[full], stdin=subprocess.PIPE) as driver:
-        assert until(lambda: len(starting(mark)) == 2)
+        assert until(lambda: len(starting(mark)) == 2), seen(mark)
         driver.kill()
     assert until(lambda: not starting(mark))
 
@@ -420,7 +430,7 @@ def test_what_bwrap_was_starting_when_something_else_killed_it_ends_with_the_cal
     mark = f"rlhub-killed-{os.getpid()}-{time.monotonic_ns()}"
     program = STARTING.format(full=full, mode=mode, mark=mark)
     with subprocess.Popen([sys.executable, "-c", program], pass_fds=[full], stdin=subprocess.PIPE, text=True) as driver:
-        assert until(lambda: len(starting(mark)) == 2)
+        assert until(lambda: len(starting(mark)) == 2), seen(mark)
         found = starting(mark)
         (outer,) = [process for process in found if process.ppid() not in [other.pid for other in found]]
         outer.kill()
