@@ -62,13 +62,20 @@ test has done to it what the test is about.  A tracker holds up training and not
 
 LONGEST = (
     "test_main_job.py",
-    "test_async_job.py",
+    "test_async_combinations.py",
     "test_kill_and_resume.py",
+    "test_elastic_job.py",
+    "test_recipes_algorithms.py",
+    "test_bad_inputs.py",
     "test_recipes_serving.py",
-    "test_placement_job.py",
+    "test_async_job.py",
     "test_planned_faults.py",
+    "test_recipes_async.py",
+    "test_quantized_job.py",
+    "test_recipes.py",
+    "test_lost_places.py",
 )
-"""Files that take longest: one to five minutes."""
+"""Files that take longest: one to four minutes."""
 
 VOCABULARY = 64
 REWARD = """

@@ -9,16 +9,27 @@ import pytest
 from tests.support.order import longest_first
 
 LONGEST = (
+    "test_gpu_acceptance.py",
+    "test_every_rank.py",
+    "test_simulator_placement.py",
+    "test_golden_runs.py",
     "test_rollout_vllm.py",
-    "test_async_vllm.py",
-    "test_placement.py",
-    "test_ray_job.py",
-    "test_plugin_algorithms.py",
-    "test_reward_model.py",
-    "test_cluster_two_nodes.py",
+    "test_slurm_scripts.py",
+    "test_embodied.py",
     "test_worker_group_cluster.py",
+    "test_async_fuzz.py",
+    "test_soak_serve.py",
+    "test_kept_rows.py",
+    "test_recipe_pipelines.py",
+    "test_worker_group_faults.py",
+    "test_async_vllm_dies.py",
+    "test_lora.py",
+    "test_serve_parallel.py",
+    "test_placement.py",
+    "test_environment_actors.py",
+    "test_resumed_samplers.py",
 )
-"""Files of few tests that take longest: up to three minutes."""
+"""Files that take longest: one to six minutes."""
 NUM_CPUS = 5
 """Logical CPUs of the session's cluster: ranks of at most this many may live at once."""
 
