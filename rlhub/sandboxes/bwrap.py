@@ -23,9 +23,11 @@ import functools
 import itertools
 import logging
 import os
+import secrets
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -33,9 +35,18 @@ from typing import Literal
 
 from rlhub.errors import ConfigError
 from rlhub.sandboxes.base import WORKSPACE, Cause, ExecResult, Given, Sandbox, SandboxError, SandboxLimits, SandboxProvider
-from rlhub.sandboxes.process import END_S, Cgroup, Launcher, Parents, RunningCommand, find_parents, private_bytes
+from rlhub.sandboxes.process import (
+    END_S,
+    Cgroup,
+    Launcher,
+    Parents,
+    RunningCommand,
+    find_parents,
+    private_bytes,
+    remove_groups,
+)
 from rlhub.sandboxes.tunnel import tunnel
-from rlhub.sandboxes.workspace import Workspace
+from rlhub.sandboxes.workspace import Workspace, remove_left
 
 logger = logging.getLogger(__name__)
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives")
@@ -73,6 +84,7 @@ class BwrapProvider(SandboxProvider):
         usable_mode()
 
     async def open(self) -> Sandbox:
+        _clean_up()
         return BwrapSandbox(self, usable_mode())
 
 
@@ -114,8 +126,7 @@ class BwrapSandbox(Sandbox):
 
     def _group(self) -> Cgroup | None:
         parents = cgroup_parents()
-        name = f"rlhub-{os.getpid()}-{self._number}-{next(_numbers)}"
-        return None if parents is None else Cgroup(parents, name, self._limits)
+        return None if parents is None else Cgroup(parents, f"{self._files.name}-{next(_numbers)}", self._limits)
 
     def _launcher(
         self, command: Sequence[str], seconds: float, group: Cgroup | None, status: int, env: Mapping[str, str]
@@ -192,6 +203,13 @@ def own_variables(python: str) -> dict[str, str]:
 
 
 @functools.cache
+def _clean_up() -> None:
+    """Removes what killed processes have left, once and beside the first sandboxes: folders may hold gigabytes."""
+    target = functools.partial(remove_left, lambda name: remove_groups(cgroup_parents(), name))
+    threading.Thread(target=target, name="left sandboxes", daemon=True).start()
+
+
+@functools.cache
 def usable_mode() -> Mode:
     """Returns the mode in which bwrap works here.  Raises ConfigError with what it says and a remedy where none does."""
     missing = [f"{name} (apt install {package})" for name, package in NEEDED.items() if not shutil.which(name)]
@@ -216,7 +234,7 @@ def cgroup_parents() -> Parents | None:
     parents = find_parents()
     if parents is not None:
         try:
-            Cgroup(parents, f"rlhub-{os.getpid()}-try", SandboxLimits()).remove()
+            Cgroup(parents, f"rlhub-try-{secrets.token_hex(8)}", SandboxLimits()).remove()
             return parents
         except SandboxError as error:
             logger.debug("cgroups cannot be used: %s", error)

@@ -11,10 +11,12 @@ command line that is built and the refusals; no test here has had a daemon.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +24,7 @@ from rlhub.errors import ConfigError
 from rlhub.sandboxes.base import WORKSPACE, Cause, ExecResult, Given, Sandbox, SandboxError, SandboxProvider
 from rlhub.sandboxes.process import Launcher, RunningCommand
 from rlhub.sandboxes.tunnel import tunnel
-from rlhub.sandboxes.workspace import Workspace
+from rlhub.sandboxes.workspace import Workspace, remove_left
 
 NOBODY = 65534  # the user inside where root starts the container
 DAEMON_FAILED = 125  # exit status of `docker run` where no command was started
@@ -58,6 +60,7 @@ class DockerProvider(SandboxProvider):
             raise ConfigError(f"docker has no image {self.image} ({why}); run: docker pull {self.image}")
 
     async def open(self) -> Sandbox:
+        _clean_up()
         return DockerSandbox(self)
 
 
@@ -71,7 +74,7 @@ class DockerSandbox(Sandbox):
         self._one = asyncio.Lock()
 
     async def exec(self, command: Sequence[str], stdin: bytes = b"", *, given: Given | None = None) -> ExecResult:
-        given, name, finished = given or Given(), f"rlhub-{os.getpid()}-{next(_numbers)}", False
+        given, name, finished = given or Given(), f"{self._files.name}-{next(_numbers)}", False
         async with self._one, tunnel(given.reach, self._files.work, self._provider.python) as through:
             launcher = self._launcher([*through, *command], name, given.env)
             try:
@@ -104,6 +107,23 @@ class DockerSandbox(Sandbox):
 
     def _overused(self, process: int) -> Cause:
         return "disk" if self._files.used_bytes(self._limits.disk_bytes) > self._limits.disk_bytes else ""
+
+
+@functools.cache
+def _clean_up() -> None:
+    """Removes what killed processes have left, once and beside the first sandboxes: the daemon may take its time."""
+    threading.Thread(target=remove_left, args=(end_containers,), name="left sandboxes", daemon=True).start()
+
+
+def end_containers(name: str) -> bool:
+    """Ends the containers of a sandbox.  Returns False if one may be left."""
+    listed = ["docker", "ps", "--all", "--quiet", "--filter", f"name={name}-"]
+    try:
+        found = subprocess.run(listed, capture_output=True, text=True, timeout=ANSWER_S, check=True, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    left = found.stdout.split()
+    return not left or not _failure(["docker", "rm", "--force", *left])
 
 
 def docker_arguments(

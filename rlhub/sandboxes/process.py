@@ -215,6 +215,15 @@ class Cgroup:
                     time.sleep(0.005)
 
 
+def remove_groups(parents: Parents | None, name: str) -> bool:
+    """Removes the groups whose names begin with `name` and a hyphen.  Returns False if one has processes that still end."""
+    groups = [] if parents is None else [group for folder in parents.folders for group in folder.glob(f"{name}-*")]
+    for group in groups:
+        with suppress(OSError):
+            group.rmdir()
+    return not any(group.is_dir() for group in groups)
+
+
 def _values(version: int, limits: SandboxLimits) -> list[Mapping[str, int]]:
     memory, processes = limits.memory_bytes, limits.processes + OWN_PROCESSES
     if version == 1:

@@ -6,13 +6,15 @@ and however often it is swapped, is an error.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from rlhub.sandboxes.base import WORKSPACE, SandboxError
@@ -24,16 +26,27 @@ PREFIX = "rlhub-sandbox-"
 
 
 class Workspace:
-    """A new folder, open to this user only, with `work` and `tmp` for the sandbox.  owner: the user id that owns these two, None
-    for this process's own."""
+    """A new folder, open to this user only, with `work` and `tmp` for the sandbox, locked while this process has it.
+
+    owner: the user id that owns these two, None for this process's own.
+    """
 
     def __init__(self, owner: int | None = None) -> None:
         self._root, self._owner = Path(tempfile.mkdtemp(prefix=PREFIX)), owner
+        lock = os.open(self._root, FOLDER)
+        self._unlock = weakref.finalize(self, os.close, lock)
+        with suppress(OSError):  # some file systems have no locks: there stays what a killed process has left
+            fcntl.flock(lock, fcntl.LOCK_EX)
         self.work, self.tmp = self._root / "work", self._root / "tmp"
         for folder in (self.work, self.tmp):
             folder.mkdir(mode=0o700)
             if owner is not None:
                 os.chown(folder, owner, owner)
+
+    @property
+    def name(self) -> str:
+        """Returns a name that no other sandbox of this machine has."""
+        return self._root.name
 
     def write(self, path: str, data: bytes, most: int) -> None:
         """Writes a regular file of at most `most` bytes and creates the folders above it.  Raises SandboxError."""
@@ -68,13 +81,8 @@ class Workspace:
 
     def remove(self) -> None:
         """Removes the folder, whatever depth and permissions its content has.  Idempotent."""
-        try:
-            shutil.rmtree(self._root)
-        except FileNotFoundError:
-            return
-        except (OSError, RecursionError):
-            subprocess.run(["chmod", "-R", "u+rwX", str(self._root)], check=False, stderr=subprocess.DEVNULL)
-            subprocess.run(["rm", "-rf", str(self._root)], check=False, stderr=subprocess.DEVNULL)
+        _remove(self._root)
+        self._unlock()
 
     @contextmanager
     def _opened(self, path: str, flags: int, *, create: bool) -> Iterator[int]:
@@ -107,6 +115,33 @@ class Workspace:
         if self._owner is not None:
             os.fchown(fd, self._owner, self._owner)
         return fd
+
+
+def remove_left(first: Callable[[str], bool] = lambda name: True) -> None:
+    """Removes the folders that killed processes have left: nobody holds their locks.
+
+    first: is called with the name of each, and removes what else there is of its sandbox; it returns whether all of it is gone,
+    otherwise the folder stays for a later look.
+    """
+    for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # of another user, or removed meanwhile, or locked
+            lock = os.open(root, FOLDER)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if (root / "work").exists() and first(root.name):  # without it, it is not locked yet
+                    _remove(root)
+            finally:
+                os.close(lock)
+
+
+def _remove(root: Path) -> None:
+    try:
+        shutil.rmtree(root)
+    except FileNotFoundError:
+        return
+    except (OSError, RecursionError):
+        subprocess.run(["chmod", "-R", "u+rwX", str(root)], check=False, stderr=subprocess.DEVNULL)
+        subprocess.run(["rm", "-rf", str(root)], check=False, stderr=subprocess.DEVNULL)
 
 
 def _parts(path: str) -> tuple[str, ...]:

@@ -24,6 +24,8 @@ from rlhub.errors import ConfigError
 from rlhub.sandboxes import bwrap
 from rlhub.sandboxes.base import ExecResult, Given, Sandbox, SandboxError, SandboxLimits
 from rlhub.sandboxes.bwrap import BwrapProvider, BwrapSandbox, Mode, _modes, _refusal, usable_mode
+from rlhub.sandboxes.process import remove_groups
+from rlhub.sandboxes.workspace import remove_left
 
 try:
     usable_mode()
@@ -149,7 +151,7 @@ def test_memory_of_one_process(run: Run, bounds: str) -> None:
 
 
 def test_memory_of_many_processes(run: Run, bounds: str) -> None:
-    found = run("import os, time\nfor _ in range(5): os.fork()\nx = b'x' * (100 << 20); time.sleep(600)")
+    found = run("import os, time\nfor _ in range(5): os.fork()\nx = b'x' * (100 << 20); time.sleep(20)")
     assert found.ended == "memory" and found.seconds < LIMITS.timeout_s
 
 
@@ -332,8 +334,11 @@ def test_a_sandbox_ends_with_the_process_that_opened_it(mode: Mode) -> None:
     program = f"""
 import asyncio
 from rlhub.sandboxes.bwrap import BwrapProvider, BwrapSandbox
+from rlhub.sandboxes.process import remove_groups
+from rlhub.sandboxes.workspace import remove_left
 async def main():
     sandbox = BwrapSandbox(BwrapProvider(), {mode!r})
+    print(sandbox._files.name, flush=True)
     await sandbox.exec(["sh", "-c", "sleep 100; : {mark}"])
 asyncio.run(main())
 """
@@ -342,11 +347,26 @@ asyncio.run(main())
         commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
         return [command for command in commands if command[:2] == ["sh", "-c"] and mark in command[2]]
 
-    driver = subprocess.Popen([sys.executable, "-c", program])
-    assert until(lambda: bool(inside()))
-    driver.kill()
-    driver.wait()
+    folders, folder = Path(tempfile.gettempdir()), ""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        folder = driver.stdout.readline().strip()
+        assert until(lambda: bool(inside()))
+        remove_left(lambda name: remove_groups(bwrap.cgroup_parents(), name))
+        assert inside() and (folders / folder).is_dir() and (groups(folder) or bwrap.cgroup_parents() is None)
+        driver.kill()
     assert until(lambda: not inside())
+
+    def nothing_left() -> bool:
+        remove_left(lambda name: remove_groups(bwrap.cgroup_parents(), name))
+        return not (folders / folder).exists() and not groups(folder)
+
+    assert until(nothing_left)
+
+
+def groups(name: str) -> list[Path]:
+    parents = bwrap.cgroup_parents()
+    return [] if parents is None else [group for parent in parents.folders for group in parent.glob(f"{name}-*")]
 
 
 def test_a_sandbox_ends_though_its_opener_is_killed_while_it_starts(mode: Mode) -> None:
@@ -380,6 +400,7 @@ class Stuck(bwrap.BwrapSandbox):
 async def main():
     sandbox = Stuck(bwrap.BwrapProvider(limits=bwrap.SandboxLimits(timeout_s=120.0)), {mode!r})
     running = asyncio.create_task(sandbox.exec(["sh", "-c", "sleep 100; : {mark}"]))
+    running.add_done_callback(print)
     await asyncio.to_thread(sys.stdin.readline)
     running.cancel()
     await asyncio.wait([running])

@@ -9,7 +9,7 @@ import pytest
 
 from rlhub.errors import ConfigError
 from rlhub.sandboxes.base import SandboxLimits
-from rlhub.sandboxes.docker import DockerProvider, docker_arguments
+from rlhub.sandboxes.docker import DockerProvider, docker_arguments, end_containers
 from rlhub.sandboxes.registry import load_sandbox
 
 
@@ -61,3 +61,11 @@ def test_a_missing_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     fake_docker(tmp_path, monkeypatch, '[ "$1" = version ] || { echo "No such image: small:1" >&2; exit 1; }')
     with pytest.raises(ConfigError, match=r"no image small:1 .*docker pull small:1"):
         load_sandbox({"name": "docker", "image": "small:1"}, where="box")
+
+
+def test_containers_that_are_left_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_docker(tmp_path, monkeypatch, f'echo "$@" >> {tmp_path}/calls; [ "$1" = rm ] || printf "1a\\n2b\\n"')
+    assert end_containers("box")
+    assert (tmp_path / "calls").read_text() == "ps --all --quiet --filter name=box-\nrm --force 1a 2b\n"
+    fake_docker(tmp_path, monkeypatch, "exit 1")
+    assert not end_containers("box")

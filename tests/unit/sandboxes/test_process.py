@@ -8,7 +8,7 @@ import pytest
 
 from rlhub.sandboxes import process
 from rlhub.sandboxes.base import SandboxError, SandboxLimits
-from rlhub.sandboxes.process import Cgroup, find_parents
+from rlhub.sandboxes.process import Cgroup, Parents, find_parents, remove_groups
 
 LIMITS = SandboxLimits(memory_gb=1.0, processes=10)
 
@@ -62,3 +62,17 @@ def test_a_group_that_exists_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     with pytest.raises(SandboxError):
         Cgroup(parents, "one", LIMITS)
+
+
+def test_the_groups_of_one_sandbox_are_removed(tmp_path: Path) -> None:
+    parents = Parents(version=1, folders=(tmp_path / "memory", tmp_path / "pids"))
+    for folder in parents.folders:
+        for name in ("one-1", "one-2", "other-1"):
+            (folder / name).mkdir(parents=True)
+    busy = tmp_path / "pids/one-2/cgroup.procs"  # a folder that is not empty cannot be removed, as a group with processes
+    busy.touch()
+    assert not remove_groups(parents, "one")
+    assert {path.name for path in tmp_path.glob("*/*")} == {"one-2", "other-1"}
+    busy.unlink()
+    assert remove_groups(parents, "one") and remove_groups(None, "one")
+    assert {path.name for path in tmp_path.glob("*/*")} == {"other-1"}

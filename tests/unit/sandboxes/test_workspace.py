@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rlhub.sandboxes.base import SandboxError
-from rlhub.sandboxes.workspace import Workspace
+from rlhub.sandboxes.workspace import PREFIX, Workspace, remove_left
 
 MOST = 1 << 16
 
@@ -82,3 +85,33 @@ def test_a_folder_of_any_depth_is_measured_and_removed(files: Workspace) -> None
     files.remove()
     assert not files.work.exists()
     files.remove()
+
+
+OWNER = """
+import sys
+from rlhub.sandboxes.workspace import Workspace
+mine = Workspace()
+print(mine.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_live_one_has_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command, env = [sys.executable, "-c", OWNER], {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as owner:
+        assert owner.stdout is not None
+        left, mine = tmp_path / owner.stdout.readline().strip(), Workspace()
+        (tmp_path / f"{PREFIX}new").mkdir()  # of one that comes to its lock only now
+        asked: list[str] = []
+        remove_left(lambda name: bool(asked.append(name)))
+        assert left.is_dir() and asked == [], "the control: its owner lives"
+        owner.kill()
+    remove_left(lambda name: bool(asked.append(name)))
+    assert left.is_dir() and asked == [left.name], "there is more of it, which is not gone"
+    remove_left()
+    assert not left.exists() and mine.work.is_dir() and (tmp_path / f"{PREFIX}new").is_dir()
+    mine.remove()
+    mine.remove()
