@@ -117,13 +117,13 @@ def _clean_up() -> None:
 
 def end_containers(name: str) -> bool:
     """Ends the containers of a sandbox.  Returns False if one may be left."""
-    listed = ["docker", "ps", "--all", "--quiet", "--filter", f"name={name}-"]
+    listed = ["docker", "ps", "--quiet", "--filter", f"name={name}-"]
     try:
         found = subprocess.run(listed, capture_output=True, text=True, timeout=ANSWER_S, check=True, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
         return False
     left = found.stdout.split()
-    return not left or not _failure(["docker", "rm", "--force", *left])
+    return not left or not _failure(["docker", "kill", *left])  # started with --rm
 
 
 def docker_arguments(

@@ -64,8 +64,8 @@ def test_a_missing_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_containers_that_are_left_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_docker(tmp_path, monkeypatch, f'echo "$@" >> {tmp_path}/calls; [ "$1" = rm ] || printf "1a\\n2b\\n"')
+    fake_docker(tmp_path, monkeypatch, f'echo "$@" >> {tmp_path}/calls; [ "$1" = kill ] || printf "1a\\n2b\\n"')
     assert end_containers("box")
-    assert (tmp_path / "calls").read_text() == "ps --all --quiet --filter name=box-\nrm --force 1a 2b\n"
+    assert (tmp_path / "calls").read_text() == "ps --quiet --filter name=box-\nkill 1a 2b\n"
     fake_docker(tmp_path, monkeypatch, "exit 1")
     assert not end_containers("box")
