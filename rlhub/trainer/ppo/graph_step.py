@@ -66,13 +66,14 @@ def own_shards(graph: TaskGraph, roles: Mapping[str, WorkerGroup]) -> list[int]:
 class StepCalls:
     """Calls what the nodes name in one step.
 
-    drawn: the step's samples as they were drawn, and their scores on the way.  dealt: the rows are with the ranks that train.
+    drawn: the step's samples as they were drawn, and their scores on the way.  dealt: the keys of the rows once they are with the
+    ranks that train; a function that started before has others.
     """
 
     parts: GraphStep
     prompts: Iterator[DataProto]
     drawn: tuple[Batch, list[Scoring]] | None = None
-    dealt: bool = False
+    dealt: tuple[str, ...] = ()
 
     def start(self, node: Node, batch: Batch) -> Callable[[], Output]:
         if ":" in node.run:
@@ -122,12 +123,14 @@ class StepCalls:
         """Returns the rows where they train, as the plain step does."""
         rows = self.parts.deal_rows(batch, batch.meta_info[STEP])
         rows.batch["row_order"] = rows.batch["sample_index"].clone()
-        self.dealt = True
-        return self.parts.actor.add_columns(rows) if isinstance(rows, BatchRef) else rows
+        if not isinstance(rows, BatchRef):
+            return rows
+        self.dealt = rows.keys
+        return self.parts.actor.add_columns(rows)
 
     def _where_rows_are(self, output: Output, batch: Batch) -> Output:
         """Returns what a function of the user's own returned; columns of tokens go to the ranks that have the rows."""
-        if not self.dealt or not isinstance(batch, BatchRef) or not output:
+        if not isinstance(batch, BatchRef) or batch.keys != self.dealt or not output:
             return output
         return self.parts.actor.add_columns(batch.select([], [], []).union(output))
 

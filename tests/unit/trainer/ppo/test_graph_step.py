@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +16,9 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import PolicyMismatchError, ProtocolError
 from rlhub.pipeline.builtin import dapo, ppo
 from rlhub.pipeline.graph import Pipeline, TaskGraph
-from rlhub.protocol import DataProto
-from rlhub.trainer.ppo.graph_step import GraphStep
+from rlhub.protocol import BatchRef, DataProto
+from rlhub.protocol.layout import Layout
+from rlhub.trainer.ppo.graph_step import GraphStep, StepCalls
 from rlhub.trainer.ppo.metrics import MismatchBound
 from rlhub.trainer.ppo.plan import step_graph
 from rlhub.trainer.ppo.requirements import requirements
@@ -170,6 +173,21 @@ def test_advantages_of_the_users_own_are_measured_too() -> None:
     with pytest.raises(PolicyMismatchError, match="node 'measure' of pipeline 'ppo'"):
         train_step(1, iter(()))
     assert "actor.update_actor" not in [call.name for call in calls]
+
+
+def test_a_function_may_end_after_the_rows_have_moved() -> None:
+    """It started before: its columns stay here, and are put into the new order with those that it got."""
+    asked: list[BatchRef] = []
+    actor = SimpleNamespace(add_columns=lambda ref: asked.append(ref) or ref)
+    calls: Any = StepCalls(SimpleNamespace(actor=actor), iter(()))  # type: ignore[arg-type]
+    small = DataProto.from_dict({"scores": torch.arange(2.0), "brevity": torch.ones(2)})
+    node = brevity_of(config_of()).node("shape")
+    before = calls.start(node, BatchRef(("samples-0",), small, {}, Layout.of(0, np.arange(2))))
+    calls.dealt = ("samples-0+1",)  # now the rows have moved
+    after = calls.start(node, BatchRef(("samples-0+1",), small, {}, Layout.of(0, np.arange(2))))
+    late = before()
+    assert isinstance(late, DataProto) and late.batch["shaped"].tolist() == pytest.approx([0.1, 1.1]) and asked == []
+    assert after().keys == ("samples-0+1",) and len(asked) == 1
 
 
 def mistaken(batch: DataProto) -> DataProto:
