@@ -68,9 +68,13 @@ def test_a_role_of_a_pipelines_own_on_a_pool_of_its_own_gives_the_same_bits(reco
 
 
 def test_a_users_pipeline_trains_through_ray_from_its_path(tmp_path: Path) -> None:
-    """On two ranks, with batches by reference; the file has a second scorer, a shaping node and advantages of its own."""
-    pipeline = ROOT / "recipes" / "pipelines" / "brevity.py"
-    assert len(pipeline.read_text().splitlines()) <= 40
+    """On two ranks, with batches by reference; the file has a second scorer, a shaping node and advantages of its own.  Shaping
+    takes so long that the rows have moved to the ranks that train before it ends."""
+    written = (ROOT / "recipes" / "pipelines" / "brevity.py").read_text()
+    assert len(written.splitlines()) <= 40
+    pipeline, computed = tmp_path / "slow.py", '    shaped = batch.batch["scores"]'
+    assert computed in written
+    pipeline.write_text(written.replace(computed, f"    __import__('time').sleep(3)\n{computed}"))
     settings = [f"trainer.pipeline={pipeline}:pipeline", "trainer.n_gpus_per_node=2"]
     done = golden_runs("record", "--out", str(tmp_path), "--backend=ray", "--only=grpo", "--set", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
