@@ -249,7 +249,10 @@ class _Step:
         if node.rearranges:
             self._rearrange(output, [name for name in before if name not in names])
             return
-        for order in self.orders[started.orders :] if names else ():
+        orders = self.orders[started.orders :] if names else []
+        if orders and isinstance(output, BatchRef) and not output.columns:
+            output = output.small  # the rows of before, which it names, are void
+        for order in orders:
             output.reorder(order)
         self.batch = join(self.batch, output)
 

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from itertools import pairwise
 from types import FrameType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -24,6 +25,7 @@ from rlhub.pipeline.executor import Executor, Output, RoleCalls, StepResult, dec
 from rlhub.pipeline.graph import TaskGraph
 from rlhub.pipeline.nodes import Edge, Node, NodeFields
 from rlhub.protocol import Batch, BatchRef, DataProto
+from rlhub.protocol.layout import Layout
 from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, launch, register
 from scripts.bench.graph import ready
 from tests.support.batch_refs import same_batch
@@ -375,6 +377,34 @@ def test_rows_in_another_order_take_late_columns_along(slow: str) -> None:
     columns = result.batch.batch
     assert columns["x"].tolist() == [20, 40, 10, 30] and "row_order" not in columns.keys()
     assert columns["both"].tolist() == [20 * 6, 40 * 6 + 1, 10 * 6 + 2, 30 * 6 + 3]
+
+
+def test_late_columns_by_reference_belong_to_the_same_rows_too() -> None:
+    """A call names the rows that it was given, and those of before are void."""
+    dealt = threading.Event()
+
+    def held(key: str, **columns: list[float]) -> BatchRef:
+        return BatchRef((key,), rows(**columns), {}, Layout.of(0, np.arange(2)))
+
+    def score(batch: Batch) -> Output:
+        assert isinstance(batch, BatchRef) and dealt.wait(WAIT_S)
+        return held("before", scores=[10.0, 20.0])
+
+    def passes(batch: Batch) -> Output:
+        dealt.set()
+        return held("after", p=[5.0, 6.0])
+
+    result = run(
+        graph_of([node for node in REARRANGED if node[0] in ("sample", "score", "balance", "passes")]),
+        by_name(
+            sample=lambda _: held("before", x=[1.0, 2.0], length=[2, 1]),
+            score=score,
+            balance=lambda _: held("after", x=[2.0, 1.0], length=[1, 2], row_order=[1, 0], mini_batch=[0, 1]),
+            passes=passes,
+        ),
+    )
+    assert isinstance(result.batch, BatchRef) and result.batch.keys == ("after",)
+    assert result.batch.batch["scores"].tolist() == [20.0, 10.0] and result.batch.batch["p"].tolist() == [5.0, 6.0]
 
 
 @pytest.mark.parametrize(("name", "known"), [("prompts", True), ("style", False)])
