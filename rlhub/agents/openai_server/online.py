@@ -238,8 +238,9 @@ class OnlineSessions:
     def _choose(self, group: str) -> OpenPlace | None:
         """Returns the first place of this group, else the first one of a prompt of which none was taken; without a group, the
         first one of a prompt without a group."""
-        own = (place for place in self._places if self._groups.get(place.data.ordinal) == group)
-        fresh = (place for place in self._places if place.data.ordinal not in self._groups)
+        free = [place for place in self._places if not place.taken.done()]  # one whose wait is over leaves a moment later
+        own = (place for place in free if self._groups.get(place.data.ordinal) == group)
+        fresh = (place for place in free if place.data.ordinal not in self._groups)
         if (found := next(own, None)) is None and (found := next(fresh, None)) is not None:
             self._groups[found.data.ordinal] = group
             if group:

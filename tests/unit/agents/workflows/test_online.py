@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
+from rlhub.agents.openai_server.online import OnlineOptions, OnlineSessions
+from rlhub.agents.openai_server.sessions import SessionLimits
 from rlhub.agents.trajectory import Episode, Trajectory
 from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import SamplingParams
@@ -121,6 +124,28 @@ async def test_places_are_the_capacity_and_a_request_without_one_comes_again(tmp
         run.offer("0-1")
         await run.finish(made)
         assert (await run.open())["sample"] == 1
+
+
+@pytest.mark.parametrize("over", ["cancelled", "expired"])
+async def test_a_place_whose_wait_is_over_is_not_taken(over: str) -> None:
+    """Its episode leaves the places only when it gets its turn; a session comes before that."""
+    sessions = OnlineSessions(OnlineOptions(key=KEY, model="policy", limits=SessionLimits(prompt=100, response=100)))
+    sessions.host = SimpleNamespace(  # type: ignore[assignment]
+        open_session=lambda name, **_: SimpleNamespace(name=name, num_answering=0, used_at=time.monotonic(), turns=[]),
+        close_session=lambda session: None,
+    )
+    places = [SimpleNamespace(ordinal=number, sample=0, session=f"{number}-0", seed=1) for number in range(2)]
+    episodes = [asyncio.create_task(sessions.run(None, place)) for place in places]  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    if over == "cancelled":
+        episodes[0].cancel()
+    else:
+        sessions._places[0].expire(1.0)
+    made, new = sessions.create("", "")
+    assert new and made.data.ordinal == 1
+    episodes[1].cancel()
+    ends = await asyncio.gather(*episodes, return_exceptions=True)
+    assert isinstance(ends[0], asyncio.CancelledError if over == "cancelled" else DeadlineError)
 
 
 async def test_repeated_requests_count_once(tmp_path: Path) -> None:
