@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests a CPU machine can run, from nothing: environment, unit, integration, end to end.  Arguments go to pytest.
 #
-#   bash scripts/test.sh                 everything (30 to 42 minutes on two cores)
+#   bash scripts/test.sh                 everything (35 to 45 minutes on two cores)
 #   bash scripts/test.sh -k checkpoint   what matches
 #   bash scripts/test.sh --oldest ...    the same in .venv-oldest, with the oldest versions (setup_env.sh --oldest)
 set -uo pipefail
