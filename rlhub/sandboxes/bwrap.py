@@ -27,7 +27,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -46,9 +45,10 @@ from rlhub.sandboxes.process import (
     remove_groups,
 )
 from rlhub.sandboxes.tunnel import tunnel
-from rlhub.sandboxes.workspace import Workspace, remove_left
+from rlhub.sandboxes.workspace import Workspace, clean_up
 
 logger = logging.getLogger(__name__)
+KIND = "bwrap"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives")
 NEEDED = {
     "bwrap": "bubblewrap",
@@ -84,7 +84,7 @@ class BwrapProvider(SandboxProvider):
         usable_mode()
 
     async def open(self) -> Sandbox:
-        _clean_up()
+        clean_up(KIND, remove_own_groups)
         return BwrapSandbox(self, usable_mode())
 
 
@@ -96,7 +96,7 @@ class BwrapSandbox(Sandbox):
         self._number = next(_numbers)
         own = (os.getpid() << 8 | self._number & 255) % NUM_USER_IDS
         self._user = USER_IDS + own if mode == "root" else None
-        self._files = Workspace(self._user)
+        self._files = Workspace(KIND, self._user)
         self._one = asyncio.Lock()
 
     async def exec(self, command: Sequence[str], stdin: bytes = b"", *, given: Given | None = None) -> ExecResult:
@@ -202,11 +202,9 @@ def own_variables(python: str) -> dict[str, str]:
     return {"PATH": path, "HOME": WORKSPACE, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
 
 
-@functools.cache
-def _clean_up() -> None:
-    """Removes what killed processes have left, once and beside the first sandboxes: folders may hold gigabytes."""
-    target = functools.partial(remove_left, lambda name: remove_groups(cgroup_parents(), name))
-    threading.Thread(target=target, name="left sandboxes", daemon=True).start()
+def remove_own_groups(name: str) -> bool:
+    """Removes the control groups of a sandbox.  Returns False if one has processes that still end."""
+    return remove_groups(cgroup_parents(), name)
 
 
 @functools.cache
@@ -258,7 +256,7 @@ def _modes() -> list[Mode]:
 def _refusal(mode: Mode) -> str:
     """Returns what bwrap says where it cannot run a command in this mode, otherwise ""."""
     provider, user = BwrapProvider(), USER_IDS if mode == "root" else None
-    files = Workspace(user)
+    files = Workspace(KIND, user)
     argv = [
         *bwrap_arguments(mode, provider, [str(files.work), str(files.tmp)]),
         *("--", *inner_arguments(SandboxLimits(), user, total_memory=True), "--", "/bin/sh", "-c", ": > file"),

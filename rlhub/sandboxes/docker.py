@@ -11,12 +11,10 @@ command line that is built and the refusals; no test here has had a daemon.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,8 +22,9 @@ from rlhub.errors import ConfigError
 from rlhub.sandboxes.base import WORKSPACE, Cause, ExecResult, Given, Sandbox, SandboxError, SandboxProvider
 from rlhub.sandboxes.process import Launcher, RunningCommand
 from rlhub.sandboxes.tunnel import tunnel
-from rlhub.sandboxes.workspace import Workspace, remove_left
+from rlhub.sandboxes.workspace import Workspace, clean_up
 
+KIND = "docker"
 NOBODY = 65534  # the user inside where root starts the container
 DAEMON_FAILED = 125  # exit status of `docker run` where no command was started
 ANSWER_S = 30.0
@@ -60,7 +59,7 @@ class DockerProvider(SandboxProvider):
             raise ConfigError(f"docker has no image {self.image} ({why}); run: docker pull {self.image}")
 
     async def open(self) -> Sandbox:
-        _clean_up()
+        clean_up(KIND, end_containers)
         return DockerSandbox(self)
 
 
@@ -70,7 +69,7 @@ class DockerSandbox(Sandbox):
     def __init__(self, provider: DockerProvider) -> None:
         self._provider, self._limits = provider, provider.limits
         self._user = NOBODY if os.geteuid() == 0 else os.geteuid()
-        self._files = Workspace(self._user if os.geteuid() == 0 else None)
+        self._files = Workspace(KIND, self._user if os.geteuid() == 0 else None)
         self._one = asyncio.Lock()
 
     async def exec(self, command: Sequence[str], stdin: bytes = b"", *, given: Given | None = None) -> ExecResult:
@@ -107,12 +106,6 @@ class DockerSandbox(Sandbox):
 
     def _overused(self, process: int) -> Cause:
         return "disk" if self._files.used_bytes(self._limits.disk_bytes) > self._limits.disk_bytes else ""
-
-
-@functools.cache
-def _clean_up() -> None:
-    """Removes what killed processes have left, once and beside the first sandboxes: the daemon may take its time."""
-    threading.Thread(target=remove_left, args=(end_containers,), name="left sandboxes", daemon=True).start()
 
 
 def end_containers(name: str) -> bool:

@@ -7,11 +7,13 @@ and however often it is swapped, is an error.
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,17 +24,18 @@ from rlhub.sandboxes.base import WORKSPACE, SandboxError
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block the host
 ENTRY_BYTES = 4096  # that an entry costs beside its content, so that empty files are counted
-PREFIX = "rlhub-sandbox-"
+PREFIX = "rlhub-{}-"  # with the kind of sandbox
 
 
 class Workspace:
     """A new folder, open to this user only, with `work` and `tmp` for the sandbox, locked while this process has it.
 
-    owner: the user id that owns these two, None for this process's own.
+    kind: of the sandbox, since each kind knows how to remove its own.  owner: the user id that owns these two, None for this
+    process's own.
     """
 
-    def __init__(self, owner: int | None = None) -> None:
-        self._root, self._owner = Path(tempfile.mkdtemp(prefix=PREFIX)), owner
+    def __init__(self, kind: str, owner: int | None = None) -> None:
+        self._root, self._owner = Path(tempfile.mkdtemp(prefix=PREFIX.format(kind))), owner
         lock = os.open(self._root, FOLDER)
         self._unlock = weakref.finalize(self, os.close, lock)
         with suppress(OSError):  # some file systems have no locks: there stays what a killed process has left
@@ -117,13 +120,19 @@ class Workspace:
         return fd
 
 
-def remove_left(first: Callable[[str], bool] = lambda name: True) -> None:
-    """Removes the folders that killed processes have left: nobody holds their locks.
+@functools.cache
+def clean_up(kind: str, first: Callable[[str], bool]) -> None:
+    """Calls `remove_left` once, beside the first sandboxes: folders may hold gigabytes, and a daemon may take its time."""
+    threading.Thread(target=remove_left, args=(kind, first), name="left sandboxes", daemon=True).start()
+
+
+def remove_left(kind: str, first: Callable[[str], bool]) -> None:
+    """Removes the folders of a kind of sandbox that killed processes have left: nobody holds their locks.
 
     first: is called with the name of each, and removes what else there is of its sandbox; it returns whether all of it is gone,
     otherwise the folder stays for a later look.
     """
-    for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for root in Path(tempfile.gettempdir()).glob(f"{PREFIX.format(kind)}*"):
         with suppress(OSError):  # of another user, or removed meanwhile, or locked
             lock = os.open(root, FOLDER)
             try:

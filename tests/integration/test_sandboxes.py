@@ -24,7 +24,6 @@ from rlhub.errors import ConfigError
 from rlhub.sandboxes import bwrap
 from rlhub.sandboxes.base import ExecResult, Given, Sandbox, SandboxError, SandboxLimits
 from rlhub.sandboxes.bwrap import BwrapProvider, BwrapSandbox, Mode, _modes, _refusal, usable_mode
-from rlhub.sandboxes.process import remove_groups
 from rlhub.sandboxes.workspace import remove_left
 
 try:
@@ -334,7 +333,6 @@ def test_a_sandbox_ends_with_the_process_that_opened_it(mode: Mode) -> None:
     program = f"""
 import asyncio
 from rlhub.sandboxes.bwrap import BwrapProvider, BwrapSandbox
-from rlhub.sandboxes.process import remove_groups
 from rlhub.sandboxes.workspace import remove_left
 async def main():
     sandbox = BwrapSandbox(BwrapProvider(), {mode!r})
@@ -352,13 +350,13 @@ asyncio.run(main())
         assert driver.stdout is not None
         folder = driver.stdout.readline().strip()
         assert until(lambda: bool(inside()))
-        remove_left(lambda name: remove_groups(bwrap.cgroup_parents(), name))
+        remove_left(bwrap.KIND, bwrap.remove_own_groups)
         assert inside() and (folders / folder).is_dir() and (groups(folder) or bwrap.cgroup_parents() is None)
         driver.kill()
     assert until(lambda: not inside())
 
     def nothing_left() -> bool:
-        remove_left(lambda name: remove_groups(bwrap.cgroup_parents(), name))
+        remove_left(bwrap.KIND, bwrap.remove_own_groups)
         return not (folders / folder).exists() and not groups(folder)
 
     assert until(nothing_left)

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from rlhub.sandboxes.base import SandboxError
-from rlhub.sandboxes.workspace import PREFIX, Workspace, remove_left
+from rlhub.sandboxes.workspace import Workspace, remove_left
 
 MOST = 1 << 16
 
 
 @pytest.fixture
 def files() -> Iterator[Workspace]:
-    made = Workspace()
+    made = Workspace("box")
     yield made
     made.remove()
 
@@ -90,7 +90,7 @@ def test_a_folder_of_any_depth_is_measured_and_removed(files: Workspace) -> None
 OWNER = """
 import sys
 from rlhub.sandboxes.workspace import Workspace
-mine = Workspace()
+mine = Workspace("box")
 print(mine.name, flush=True)
 sys.stdin.read()
 """
@@ -103,15 +103,17 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_has_is_not(
     command, env = [sys.executable, "-c", OWNER], {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as owner:
         assert owner.stdout is not None
-        left, mine = tmp_path / owner.stdout.readline().strip(), Workspace()
-        (tmp_path / f"{PREFIX}new").mkdir()  # of one that comes to its lock only now
+        left, mine = tmp_path / owner.stdout.readline().strip(), Workspace("box")
+        (tmp_path / "rlhub-box-new").mkdir()  # of one that comes to its lock only now
         asked: list[str] = []
-        remove_left(lambda name: bool(asked.append(name)))
+        remove_left("box", lambda name: bool(asked.append(name)))
         assert left.is_dir() and asked == [], "the control: its owner lives"
         owner.kill()
-    remove_left(lambda name: bool(asked.append(name)))
+    remove_left("box", lambda name: bool(asked.append(name)))
     assert left.is_dir() and asked == [left.name], "there is more of it, which is not gone"
-    remove_left()
-    assert not left.exists() and mine.work.is_dir() and (tmp_path / f"{PREFIX}new").is_dir()
+    remove_left("other", lambda name: True)
+    assert left.is_dir(), "another kind of sandbox does not know what else there is of it"
+    remove_left("box", lambda name: True)
+    assert not left.exists() and mine.work.is_dir() and (tmp_path / "rlhub-box-new").is_dir()
     mine.remove()
     mine.remove()
