@@ -66,9 +66,8 @@ class Job:
         self.config = ActorRolloutRefConfig()
         self.config.model.path = str(path)
         self.config.rollout.name = "hf"
-        self.options = ServiceOptions(
-            counts=(2,), log_dir=str(folder / "logs"), run_folder=folder, limits=FleetLimits(restarts=2, update_s=WAIT_S)
-        )
+        limits = FleetLimits(restarts=2, update_s=WAIT_S, patience_s=WAIT_S)  # a publication waits for every replica
+        self.options = ServiceOptions(counts=(2,), log_dir=str(folder / "logs"), run_folder=folder, limits=limits)
         self.service = RolloutService(self.config, RUNTIME, self.options)
         self.service._server = Paced
         self.service.start()
