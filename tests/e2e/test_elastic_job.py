@@ -21,6 +21,8 @@ ELASTIC = (
     "trainer.placement.rollout=generation",
     "actor_rollout_ref.rollout.min_replicas=1",
 )
+STALLED = "trainer.faults=[{kind: delay, place: replica.start, rank: 1, step: 1, seconds: 10000}]"
+"""The first start of rollout-1 does not come to its end."""
 STEPS = 12
 
 
@@ -50,7 +52,7 @@ class Administrator:
 
 
 def starting(running: Running, name: str) -> Callable[[], Any]:
-    """Its process is there; its engine cannot be yet."""
+    """Its process is there."""
 
     def found() -> Any:
         try:
@@ -63,10 +65,10 @@ def starting(running: Running, name: str) -> Callable[[], Any]:
 
 def test_replicas_come_and_go_by_http_and_are_killed_while_they_start(mains: Mains, task: Task, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    arguments = audited(task, tmp_path, *RAY, *ELASTIC, steps=STEPS)
+    arguments = audited(task, tmp_path, *RAY, *ELASTIC, STALLED, steps=STEPS)
     admin = Administrator(run)
 
-    running = mains.start(arguments, hold=2)
+    running = mains.start(arguments, hold=1)
     running.until(lambda: len(rows_so_far(run)) >= 1, "a step", RAY_TIMEOUT_S)
     assert stat.S_IMODE(admin.file.stat().st_mode) == 0o600
     assert admin.ask("GET", key="other")[0] == 401
