@@ -42,6 +42,15 @@ exit "$status"
 SCONTROL = """#!/usr/bin/env bash
 if [ "$*" = "show hostnames node[1-2]" ]; then hostname; echo node2; else exit 1; fi
 """
+REWARD = """
+import os, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    while os.path.exists({held!r}):
+        time.sleep(0.02)
+    return len(solution_str) % 2
+"""
+"""A step is not over while there is the file."""
 
 
 @pytest.fixture
@@ -108,6 +117,8 @@ def test_a_job_that_is_told_to_stop_saves_and_continues_in_the_next(
 ) -> None:
     """The first has no Ray, the second has; nothing of either is left, and the token of the second keeps others out."""
     task, run, log = Task(folder=tmp_path / "task").write(), tmp_path / "run", tmp_path / "first"
+    held = tmp_path / "held"
+    (task.folder / "reward.py").write_text(REWARD.format(held=str(held)))
     more = ("trainer.backend=ray", "trainer.record_batches=False", "trainer.save_freq=-1")
     settings = task.arguments(run, *more, deadline_s=600.0)
 
@@ -121,6 +132,7 @@ def test_a_job_that_is_told_to_stop_saves_and_continues_in_the_next(
     assert saved.name == f"global_step_{done}" and done >= 2, log.read_text()[-3000:]
 
     log, last = tmp_path / "second", f"trainer.total_training_steps={done + STEPS}"
+    held.touch()
     second = start("slurm_ray.sh", log, *settings, last)
     wait_for("joined a Ray cluster: ", second, log)
     head = log.read_text().partition("joining the Ray cluster at ")[2].split()[0]
@@ -132,6 +144,7 @@ def test_a_job_that_is_told_to_stop_saves_and_continues_in_the_next(
         check=False,
     )
     assert stranger.returncode != 0 and "auth" in (stranger.stdout + stranger.stderr).lower(), stranger
+    held.unlink()
     assert second.wait(LIMIT_S) == 0, log.read_text()[-3000:]
     assert [row["step"] for row in rows_of(run)] == list(range(1, done + STEPS + 1))
     deadline = time.monotonic() + 60  # what was killed ends when it gets a core
