@@ -157,7 +157,12 @@ def two_nodes() -> dict[str, Any]:
 
 
 def _heads() -> list[psutil.Process]:
-    return [process for process in psutil.Process().children(recursive=True) if process.name() == "gcs_server"]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.name() == "gcs_server":
+                found.append(process)
+    return found
 
 
 def lost_head() -> dict[str, Any]:
@@ -230,7 +235,10 @@ def killed_driver() -> dict[str, Any]:
     driver = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None and driver.stdout.readline() == "up\n"
     processes = psutil.Process(driver.pid).children(recursive=True)
-    names = [" ".join(process.cmdline())[:60] for process in processes]
+    names = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            names.append(" ".join(process.cmdline())[:60])
     driver.kill()
     driver.communicate()
     begin = time.monotonic()
