@@ -11,7 +11,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
+from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams
 from rlhub.errors import ConfigError, EngineError
 from tests.support.serving import Server, build, difference, expected, serving, started, weights
 from tests.support.wire import wire
@@ -156,17 +156,25 @@ def test_a_stream_that_breaks_off_goes_on_where_it_broke(server: Server) -> None
     right = whole.generate([request], params)[0]
     whole.shutdown()
 
+    async def ask(remote: RolloutEngine, heard: Heard) -> Completion:
+        """A server that is late would send most tokens at once, and none of them before the cut: the first come by themselves."""
+        server.limit.set(5)
+        asked = asyncio.create_task(remote.agenerate(request, params, heard))
+        await heard.until(lambda: bool(heard.parts))
+        server.limit.lift()
+        return await asked
+
     async def run() -> None:
         async with wire(server.address) as cut:
             remote = await asyncio.to_thread(build, server, "remote", None, cut.address)
             cut.after = [4000, 300, 9000]  # bytes: the second brings no token
             heard = Heard()
             with pytest.raises(EngineError, match="does the server still run"):
-                await remote.agenerate(request, params, heard)
+                await ask(remote, heard)
             assert 0 < len(heard.all("token_ids")) < params.max_new_tokens and cut.after == [9000]
             heard = Heard()
             cut.after = [4000, 9000]
-            found = await remote.agenerate(request, params, heard)
+            found = await ask(remote, heard)
             assert found.token_ids == right.token_ids and difference(found.log_probs, right.log_probs) < CLOSE
             assert heard.all("token_ids") == right.token_ids and cut.after == []
             assert heard.all("versions") == right.versions and heard.parts[-1].finish_reason == "length"
