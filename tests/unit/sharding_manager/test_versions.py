@@ -17,9 +17,10 @@ from torch import nn
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.errors import DeadlineError, EngineError, ReshardError, WeightMismatchError
+from rlhub.sharding_manager import reader as reader_module
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.sharding_manager.reader import WeightReader
-from rlhub.sharding_manager.versions import FolderVersion, is_full, versions_in
+from rlhub.sharding_manager.versions import FolderVersion, ask_for_full, is_full, versions_in
 from tests.support.plain_train_engine import PlainTrainEngine
 from tests.unit.sharding_manager.test_files import engine as engine
 
@@ -324,9 +325,15 @@ def test_an_engine_that_cannot_exchange_copies(job: Job, engine: RolloutEngine, 
         assert job.arrived(engine, reader) == 0
 
 
-def test_readers_ask_at_once_and_the_writer_goes_on(job: Job) -> None:
-    """Many readers, damaged versions and a trainer that writes at its own pace."""
-    readers = []
+def test_readers_ask_at_once_and_the_writer_goes_on(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many readers, damaged versions and a trainer that writes at its own pace.  None asks before all have met the damage."""
+    readers, met = [], threading.Barrier(3, timeout=60.0)
+
+    def ask(path: Path) -> None:
+        met.wait()
+        ask_for_full(path)
+
+    monkeypatch.setattr(reader_module, "ask_for_full", ask)
     job.step()
     from tests.unit.sharding_manager.test_files import engine as make  # the fixture's function
 

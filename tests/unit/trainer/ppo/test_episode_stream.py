@@ -93,8 +93,9 @@ class FakeRun:
 
     def step(self, number: int) -> list[int]:
         """Trains a step; returns the ordinals of its scenes."""
-        self.over.release() if self.slow and number > 1 else None
-        self.stream.publish()
+        with self.stream._changed:  # no batch is over, and none begins, before the driver waits
+            self.over.release() if self.slow and number > 1 else None
+            self.stream.publish()
         self.over.release() if self.slow and number == 1 else None
         batch = self.stream.select(self.stream.sample(self.scenes, number))
         if not self.slow:
