@@ -90,10 +90,15 @@ def test_cpu_time_counts_what_has_left_the_tree(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(cpu_time, "INTERVAL_S", 0.1)
     program, left = tmp_path / "work.py", tmp_path / "left"
     program.write_text(WORK)
-    with CPUTime() as cpu:
-        subprocess.run(["bash", "-c", f"setsid {sys.executable} -S {program} {left} & sleep 1.5"], check=True)
+    starter = ["bash", "-c", f"setsid {sys.executable} -S {program} {left} > /dev/null & echo $!; read; true"]
+    with CPUTime() as cpu, subprocess.Popen(starter, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as tree:
+        assert tree.stdout is not None
+        pid, latest = int(tree.stdout.readline()), time.monotonic() + 60.0
+        while pid not in [seen for seen, _ in list(cpu._seen)]:
+            assert time.monotonic() < latest, "it is not seen below its starter"
+            time.sleep(0.05)
+        tree.communicate("end")
         left.touch()
-        latest = time.monotonic() + 60.0
         while (others := cpu.seconds - time.process_time()) < 0.5:
             assert time.monotonic() < latest, f"{others:.2f} s of others"
             time.sleep(0.05)

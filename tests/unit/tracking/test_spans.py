@@ -24,6 +24,7 @@ from rlhub.tracking.spans import (
     read_trace,
     write_trace,
 )
+from rlhub.utils.collector import without_collector
 from rlhub.utils.timing import PhaseTimer
 
 
@@ -75,10 +76,12 @@ def test_the_slowest_episodes_are_kept_and_some_of_the_others() -> None:
 
 def test_a_stretch_costs_next_to_nothing() -> None:
     log = SpanLog()
-    begin = time.thread_time()
-    for _ in range(10_000):
-        log.record("lane", "name", 0.0, 1.0, tokens=3)
-    assert (time.thread_time() - begin) / 10_000 < 50e-6
+    with without_collector():  # else all that the tests before have made may be looked through in here
+        begin = time.thread_time()
+        for _ in range(10_000):
+            log.record("lane", "name", 0.0, 1.0, tokens=3)
+        spent = time.thread_time() - begin
+    assert spent / 10_000 < 50e-6
 
 
 def test_blocks_are_measured_and_end_with_an_error_too() -> None:
