@@ -100,13 +100,14 @@ def test_an_error_of_the_scoring_is_raised_where_its_outcomes_are_taken() -> Non
 
 
 class LettersLater(Letters):
-    """Decodes when it is let go."""
+    """Decodes when it is let go.  asked: it has been asked to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.go = threading.Event()
+        self.asked, self.go = threading.Event(), threading.Event()
 
     def batch_decode(self, *args: Any, **kwargs: Any) -> list[str]:
+        self.asked.set()
         assert self.go.wait(60)
         return super().batch_decode(*args, **kwargs)
 
@@ -124,6 +125,7 @@ def test_closing_does_not_wait_for_a_function_that_hangs(tmp_path: Path, begun: 
     scorer = BackgroundScorer(pool, letters)
     pool.start()
     scorer.begin("samples", make_batch(["a", "b"]), 2)
+    assert letters.asked.wait(60)
     if begun:
         letters.go.set()
         while not at_work.exists():
