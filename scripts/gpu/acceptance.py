@@ -196,8 +196,7 @@ def environment() -> dict[str, str]:
 
 def end_descendants() -> int:
     """Ends every process that descends from this one; returns how many there were."""
-    found = psutil.Process().children(recursive=True)
-    living = [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    living = [process for process in psutil.Process().children(recursive=True) if _lives(process)]
     for ask in (psutil.Process.terminate, psutil.Process.kill):
         for process in psutil.Process().children(recursive=True):
             try:
@@ -206,6 +205,13 @@ def end_descendants() -> int:
                 continue
         psutil.wait_procs(psutil.Process().children(recursive=True), GRACE_S)
     return len(living)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it has ended since it was found
+        return False
 
 
 def rows_of(letter: str, section: Section, out: Path, outcome: Outcome, limit_s: float) -> list[Row]:

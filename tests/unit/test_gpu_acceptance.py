@@ -12,6 +12,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from scripts.gpu import acceptance
@@ -168,6 +169,16 @@ def test_sections_that_hang_or_fail_are_rows_and_leave_no_process(tmp_path: Path
     assert found["sections"]["A"]["exit_code"] is None and found["sections"]["A"]["num_ended"] == 2
     assert (out / "mine").is_dir() and not (out / "work").exists(), "only what the program made is removed"
     assert "| B | correctness |" in (out / "results.md").read_text()
+
+
+def test_a_process_that_ends_while_it_is_looked_at_was_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose own parent takes note of its end."""
+    gone = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    found = [psutil.Process(gone.pid)]
+    monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: [found.pop()] if found else [])
+    monkeypatch.setattr(psutil.Process, "is_running", lambda _: True)
+    gone.communicate(b"\n")
+    assert acceptance.end_descendants() == 0
 
 
 def test_sections_after_the_last_minute_are_skipped(tmp_path: Path) -> None:
