@@ -94,11 +94,12 @@ class ActorPool:
         logger.warning("%s %s with %d episodes is lost: %s", self.kind, member.name, member.episodes, reason)
         self._replace(member.name, why)
 
-    def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a coroutine as a task, which is cancelled when the pool closes."""
+    def background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Returns a task that runs a coroutine, and is cancelled when the pool closes."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def close(self) -> None:
         """Ends all actors with everything they run.  Idempotent."""

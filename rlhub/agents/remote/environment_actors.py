@@ -18,7 +18,7 @@ import itertools
 import logging
 import os
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,13 @@ class EnvironmentActors(ActorPool):
         self._numbers = itertools.count()
         self._waiting: defaultdict[str, deque[asyncio.Future[PooledActor]]] = defaultdict(deque)
         self._specs: dict[str, EnvironmentSpec] = {}
+        self._given_back: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Ends all actors; environments that were just given back have `shutdown_s` seconds to close.  Idempotent."""
+        if self._given_back:
+            await asyncio.wait(self._given_back, timeout=self._shutdown_s)
+        await super().close()
 
     @asynccontextmanager
     async def lease(self, spec: EnvironmentSpec, session: str) -> AsyncIterator[StepEnvironment | Environment]:
@@ -109,6 +116,12 @@ class EnvironmentActors(ActorPool):
             if own is error:
                 raise
             raise own from error
+
+    def give_back(self, closing: Coroutine[Any, Any, None]) -> None:
+        """Lets an environment close in its actor, without waiting."""
+        task = self.background(closing)
+        self._given_back.add(task)
+        task.add_done_callback(self._given_back.discard)
 
     def leave(self, member: PooledActor, spec: EnvironmentSpec) -> None:
         """Frees the place of an episode in the actor."""
@@ -194,7 +207,7 @@ class ActorLease:
             self._ended = why
             self._timer.cancel()
             if not self._member.actor.ended:
-                self._pool.background(self._give_back())
+                self._pool.give_back(self._give_back())
             self._pool.leave(self._member, self._spec)
 
     async def _call_actor(self, method: str, *arguments: Any, within_s: float | None) -> Any:

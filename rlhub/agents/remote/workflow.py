@@ -137,7 +137,7 @@ class EpisodeLink:
     Prompts and the addresses of replicas are sent once for many episodes.  background: runs a coroutine as a task.
     """
 
-    def __init__(self, member: PooledActor, background: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    def __init__(self, member: PooledActor, background: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         self.actor, self.home, self._background = member.actor, member.home, background
         self._numbers = itertools.count()
         self._prompts: dict[tuple[Any, ...], _SentPrompt] = {}

@@ -16,13 +16,16 @@ HERE = f"{__name__}:"
 
 
 class Waiting(StepEnvironment):
-    """Each step takes `seconds`, and until so many have been `together`; notes how many wait at once, in all actors."""
+    """Each step takes `seconds`, and until so many have been `together`; notes how many wait at once, in all actors.
 
-    running = most = open = 0
+    closing: its close takes so many seconds.
+    """
+
+    running = most = open = ending = 0
     lock = threading.Lock()
 
-    def __init__(self, seconds: float = 0.002, together: int = 1) -> None:
-        self._seconds, self._together = seconds, together
+    def __init__(self, seconds: float = 0.002, together: int = 1, closing: float = 0.0) -> None:
+        self._seconds, self._together, self._closing = seconds, together, closing
         self._count = 0
         with Waiting.lock:
             Waiting.open += 1
@@ -54,6 +57,10 @@ class Waiting(StepEnvironment):
         self._count = state
 
     async def close(self) -> None:
+        with Waiting.lock:
+            Waiting.ending += 1
+        if self._closing:
+            await asyncio.sleep(self._closing)
         with Waiting.lock:
             Waiting.open -= 1
 

@@ -34,11 +34,12 @@ def within(
     restarts: int = 1,
     idle_s: float = 60.0,
     start: Any = START,
+    shutdown_s: float = 60.0,
 ) -> Any:
     """With actors that are left without a lease."""
 
     async def main() -> Any:
-        pool = EnvironmentActors(start, num_actors, idle_s=idle_s, restarts=restarts)
+        pool = EnvironmentActors(start, num_actors, idle_s=idle_s, restarts=restarts, shutdown_s=shutdown_s)
         await pool.start()
         try:
             found = await play(pool)
@@ -284,6 +285,20 @@ def test_without_hosts_nobody_waits_for_ever() -> None:
             await steps(pool, 1)
 
     within(play, restarts=0, start=start_places)
+
+
+@pytest.mark.parametrize(("closing", "left"), [(0.5, 0), (3600.0, 1)])
+def test_what_was_just_given_back_has_its_time_to_close(closing: float, left: int) -> None:
+    """The control is an environment whose close hangs: it does not hold the end up."""
+
+    async def play(pool: EnvironmentActors) -> None:
+        await steps(pool, 1, spec=replace(WAITING, settings={"closing": closing}))
+        await until(lambda: Waiting.ending == 1)
+
+    Waiting.open = Waiting.ending = 0
+    within(play, shutdown_s=0.5 if left else 60.0)
+    assert Waiting.open == left
+    Waiting.open = 0
 
 
 def test_a_lease_that_nobody_uses_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
