@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def changes(self) -> int:
-        """Changes of the replicas before which the run does not end, however fast its steps are."""
+        """Changes of the replicas before which the run does not end, however fast its steps are: of each kind there is one."""
         return self.steps // 5 if self.scale else 0
 
     def command(self) -> list[str]:
@@ -236,9 +236,10 @@ class Loop:
             self.kill_replica(drawn)
 
     @property
-    def num_changes(self) -> int:
-        """Of replicas, that have ended."""
-        return sum(self.service.control.counts.values())
+    def has_changed(self) -> bool:
+        """Whether as many changes of the replicas have ended as the plan wants."""
+        counts, wanted = self.service.control.counts, self.plan.changes
+        return sum(counts.values()) >= wanted and (not wanted or min(counts["add"], counts["remove"]) > 0)
 
     async def scale(self, drawn: random.Random) -> None:
         """Begins to add a replica, some of which are killed while they start, or to remove one, whatever else goes on."""
@@ -315,7 +316,7 @@ def whole_run(plan: Plan) -> Result:
     early: fuzz.Footprint | None = None
     totals: dict[str, float] = {}
     try:
-        while loop.step < plan.steps or loop.num_changes < plan.changes:
+        while loop.step < plan.steps or not loop.has_changed:
             loop.train_step()
             for name, value in loop.executor.metrics().items():
                 is_extreme = name.endswith("/max")
