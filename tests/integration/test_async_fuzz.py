@@ -8,12 +8,18 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhub.engines.rollout.continuous_batching import TokenEvent
+from rlhub.engines.rollout.fake import FakeStepper
+
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+SLOW_STEP_S = 0.04
+"""A request then takes a quarter of a second: at each look at the queue some wait for a place."""
 
 
 @pytest.fixture
@@ -65,12 +71,23 @@ def test_replicas_come_and_go_and_nothing_is_lost_cut_short_or_stale(fuzz: Any, 
 def test_the_queue_alone_adds_a_replica_and_removes_one_and_nothing_is_lost(
     fuzz: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First the trainer waits for requests that queue, then the episodes wait for their tools, and few requests are there."""
+    """First the trainer waits for requests that queue, then the episodes wait for their tools, and few requests are there.
+
+    However fast the machine is: the engine is slow at first, and the start of a replica counts as one that took no time.
+    """
     monkeypatch.setattr(fuzz, "SCALED", 0.0)
+    step, pace = FakeStepper.step, [SLOW_STEP_S]
+
+    def paced(stepper: FakeStepper) -> Sequence[TokenEvent]:
+        time.sleep(pace[0])
+        return step(stepper)
+
+    monkeypatch.setattr(FakeStepper, "step", paced)
     plan = fuzz.Plan(folder=tmp_path / "run", steps=1, policy="mask", backend="local", kill_every=0, scale=True)
     loop = fuzz.Loop(plan)
 
     def train_until(change: str) -> None:
+        loop.service.control.rule.start_s = 0.0
         deadline = time.monotonic() + 240
         while not loop.service.control.counts[change]:
             assert time.monotonic() < deadline, f"the queue does not {change} a replica"
@@ -79,7 +96,7 @@ def test_the_queue_alone_adds_a_replica_and_removes_one_and_nothing_is_lost(
     try:
         settings = loop.executor.workflow_for({}).parts.kwargs
         train_until("add")
-        settings["mean_s"] = 1.0
+        settings["mean_s"], pace[0] = 5.0, 0.0
         train_until("remove")
         settings["mean_s"] = plan.mean_s
         loop.stop.set()
