@@ -1,6 +1,8 @@
 """Real children, with functions that do everything a function must not."""
 
+import os
 import select
+import signal
 import textwrap
 import threading
 import time
@@ -13,7 +15,9 @@ import pytest
 
 from rlhub.errors import LoadError
 from rlhub.utils.children import pool as pools
+from rlhub.utils.children.access import Access
 from rlhub.utils.children.pool import CallResult, KillablePool
+from rlhub.utils.children.process import ChildRequest, spawn
 from tests.support.hanging import SAYS_SO, only_hanging_calls_are_late
 
 FUNCTION = """
@@ -146,6 +150,24 @@ def test_a_driver_that_was_held_up_reads_the_answer_that_is_there_before_it_look
 
     monkeypatch.setattr(KillablePool, "_pump", late)
     assert kinds(run(pool, 1)) == [None] and not held_up
+
+
+def test_how_a_process_has_ended_is_known_though_its_supervisor_gets_no_core_for_a_while(target: str) -> None:
+    child = spawn(target, ["x"], memory_gb=1.0, access=Access())
+
+    def read_until(holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not holds():
+            assert time.monotonic() < deadline
+            child.read()
+            time.sleep(0.01)
+
+    read_until(lambda: child.ready)
+    os.kill(child.process.pid, signal.SIGSTOP)
+    child.give([0], ChildRequest.of([{"x": "exit"}]))
+    read_until(lambda: child.finished)
+    threading.Timer(3.0, os.kill, (child.process.pid, signal.SIGCONT)).start()
+    assert child.kill() == "ended with exit code 3"
 
 
 @pytest.mark.usefixtures("ends_hanging_calls")
