@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # What the scripts for Slurm share: it is sourced in the repository's root, in a job or on one of its machines.
-# It sets HEAD and PORT (where the machines meet), RANKS (on a machine), PROGRAM and SETTINGS.
+# It sets HEAD and PORT (where the machines meet), RAY_FOLDER, RANKS (on a machine), PROGRAM and SETTINGS.
 # shellcheck disable=SC2034  # the scripts that source it read them
 : "${SLURM_JOB_ID:?this is no Slurm job: submit it with sbatch}"
 [ -d .venv ] && export PATH="$PWD/.venv/bin:$PATH"
-START_S=180
+START_S="${RLHUB_RAY_START_S:-180}"
 fail() { echo "slurm: $*" >&2; exit 1; }
 
 address_of() {  # address_of NAME: its IPv4 address; on the machine itself not that of the loopback interface
@@ -14,19 +14,25 @@ address_of() {  # address_of NAME: its IPv4 address; on the machine itself not t
   echo "$found"
 }
 
-wait_for_port() {  # wait_for_port PROCESS: until Ray's head listens; ends the script where the process has ended, or late
-  local deadline=$((SECONDS + START_S))
-  until (exec 3<>"/dev/tcp/$HEAD/$PORT") 2>/dev/null; do
-    kill -0 "$1" 2>/dev/null || fail "Ray ended before it listened on $HEAD:$PORT; its output is above"
-    [ "$SECONDS" -lt "$deadline" ] || fail "nothing listens on $HEAD:$PORT after $START_S s"
+wait_until() {  # wait_until PROCESS WHAT COMMAND ...: until COMMAND is true of Ray; ends the script where PROCESS has ended, or late
+  local process="$1" what="$2" deadline=$((SECONDS + START_S))
+  shift 2
+  until ("$@") 2>/dev/null; do
+    kill -0 "$process" 2>/dev/null || fail "Ray ended before $what; its output is above"
+    [ "$SECONDS" -lt "$deadline" ] || fail "$START_S s have passed before $what: RLHUB_RAY_START_S is longer"
     sleep 1
   done
 }
 
+listens() { exec 3<>"/dev/tcp/$HEAD/$PORT"; }             # whether somebody does at Ray's head
+start_log() { echo "$RAY_FOLDER/start-$1.log"; }          # start_log MACHINE: what `ray start` says there
+has_started() { grep -qs "Ray runtime started" "$(start_log "$1")"; } # has_started MACHINE
+
 run_program() {  # run_program COMMAND ...: passes on the signal to save and stop, and sets STATUS to the exit status
   "$@" &
   local program=$!
-  trap 'kill -TERM '"$program"' 2>/dev/null || true' TERM INT
+  TOLD=
+  trap 'TOLD=yes; kill -TERM '"$program"' 2>/dev/null || true' TERM INT
   STATUS=0
   wait "$program" || STATUS=$?
   while kill -0 "$program" 2>/dev/null; do # a signal ends `wait` before the program ends
@@ -40,5 +46,6 @@ RANKS="${RLHUB_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}"
 PROGRAM="rlhub.trainer.${RLHUB_PROGRAM:-main_ppo}"
 PORT="${RLHUB_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
 HEAD="${RLHUB_HEAD_ADDRESS:-$(address_of "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")}"
+RAY_FOLDER="/tmp/ray-$SLURM_JOB_ID"
 SETTINGS=("trainer.nnodes=$SLURM_NNODES" "trainer.n_gpus_per_node=$RANKS")
 export RLHUB_HEAD_ADDRESS="$HEAD" # the other machines need not ask Slurm again

@@ -16,9 +16,10 @@ cd "${SLURM_SUBMIT_DIR:?slurm_ray.sh runs in a Slurm job: submit it with sbatch}
 RAY_AUTH_TOKEN="$(python -c 'import secrets; print(secrets.token_hex(32))')"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 
+rm -f "$(start_log 0)" # of a job that Slurm has queued again
 srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 bash scripts/cluster/ray_node.sh &
 NODES=$!
-wait_for_port "$NODES"
+wait_until "$NODES" "it had started" has_started 0 # the head, on this machine
 
 run_program python -m "$PROGRAM" "trainer.ray_init.address=$HEAD:$PORT" "${SETTINGS[@]}" "$@"
 kill -TERM "$NODES" 2>/dev/null || true

@@ -167,4 +167,39 @@ def test_a_cluster_that_does_not_start_ends_the_job(tmp_path: Path, start: Start
     (tmp_path / "srun").write_text("#!/bin/sh\necho srun: error >&2\nexit 1\n")
     log = tmp_path / "log"
     assert start("slurm_ray.sh", log).wait(LIMIT_S) == 1
-    assert "srun: error" in log.read_text() and "slurm: Ray ended before it listened on" in log.read_text()
+    assert "srun: error" in log.read_text() and "slurm: Ray ended before it had started" in log.read_text()
+
+
+RAY = """#!/usr/bin/env bash
+# In place of Ray: each start needs one attempt more than FAILURES.
+echo "$@" >> attempts
+if [ "$(wc -l < attempts)" -le "$FAILURES" ]; then echo "The current node timed out during startup."; exit 1; fi
+echo "Ray runtime started."
+exec sleep 1000
+"""
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_ray_is_started_again_where_its_own_limit_was_too_short(tmp_path: Path, variables: dict[str, str], failures: int) -> None:
+    """The control is a Ray that never starts."""
+    (tmp_path / "ray").write_text(RAY)
+    (tmp_path / "ray").chmod(0o755)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    log, job = tmp_path / "log", f"{JOB}{failures}"
+    own = {"SLURM_JOB_ID": job, "SLURM_NODEID": "0", "RLHUB_HEAD_ADDRESS": "127.0.0.1", "FAILURES": str(failures)}
+    with log.open("wb") as output:
+        node = subprocess.Popen(
+            ["bash", "scripts/cluster/ray_node.sh"], env=variables | own, cwd=tmp_path, stdout=output, stderr=output
+        )
+    if failures == 1:
+        wait_for("Ray runtime started.", node, log)
+        node.terminate()
+    assert node.wait(LIMIT_S) == (143 if failures == 1 else 1)
+    assert log.read_text().count("slurm: Ray did not start on machine 0") == failures
+    attempts = (tmp_path / "attempts").read_text().splitlines()
+    assert (
+        len(attempts) == min(failures + 1, 3)
+        and attempts[0].startswith("start --num-cpus=2 --num-gpus=0")
+        and "--head" in attempts[0]
+    )
+    shutil.rmtree(f"/tmp/ray-{job}")
