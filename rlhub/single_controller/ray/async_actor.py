@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -434,7 +435,8 @@ class ActorProcess:
         for number, payload in messages:
             place = (key, number)
             if payload != CANCEL:
-                self._running[place] = asyncio.create_task(self._run(place, payload))
+                task = self._running[place] = asyncio.create_task(self._run(place, payload))
+                task.add_done_callback(partial(self._forget, place))  # also if it is cancelled before it begins
             elif place in self._running:
                 self._running[place].cancel()
 
@@ -444,6 +446,9 @@ class ActorProcess:
         replies = self._replies[key]
         await replies.filled.wait()
         return replies.take()
+
+    def _forget(self, place: tuple[str, int], _: asyncio.Task[None]) -> None:
+        self._running.pop(place, None)
 
     async def _run(self, place: tuple[str, int], payload: bytes) -> None:
         key, number = place
@@ -459,8 +464,6 @@ class ActorProcess:
             failure = self._object.cancelled_itself(method)
         except Exception as error:  # noqa: BLE001 - the boundary of a process: it is raised at the caller's
             failure = describe_failure(error, self._context, method)
-        finally:
-            del self._running[place]
         reply = pack_reply(number, value, failure, lambda error: describe_failure(error, self._context, method))
         for _ in range(_COPIES[faults.at("replica.reply")]):
             self._replies[key].add(reply)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from rlhub.single_controller import (
     astart_async_actor,
     start_async_actor,
 )
+from rlhub.single_controller.ray.async_actor import CANCEL, ActorProcess
 from rlhub.utils.aio.results import Accepted, Cancelled, Failed, TimedOut
 from tests.support.hosted import Server
 
@@ -173,3 +175,17 @@ async def until_running(actors: list[AsyncActor], count: int) -> None:
     async with asyncio.timeout(LONG_S):
         while sum([await actor.call("running") for actor in actors]) != count:
             await asyncio.sleep(0.001)
+
+
+def test_a_call_that_is_cancelled_before_it_begins_leaves_nothing_in_its_process() -> None:
+    async def deliver() -> None:
+        process = ActorProcess(4)
+        await process.build(ClassWithInitArgs(LocalServer, 10))
+        request = pickle.dumps(("add", (1,), {}, 0))
+        await process.deliver("driver", [(0, request), (0, CANCEL), (1, request)])
+        async with asyncio.timeout(LONG_S):
+            assert [reply[0] for reply in await process.collect("driver", [])] == [1]
+            while process._running:
+                await asyncio.sleep(0)
+
+    asyncio.run(deliver())
