@@ -436,7 +436,7 @@ class ActorProcess:
             place = (key, number)
             if payload != CANCEL:
                 task = self._running[place] = asyncio.create_task(self._run(place, payload))
-                task.add_done_callback(partial(self._forget, place))  # also if it is cancelled before it begins
+                task.add_done_callback(partial(self._running.pop, place))  # also if it is cancelled before it begins
             elif place in self._running:
                 self._running[place].cancel()
 
@@ -446,9 +446,6 @@ class ActorProcess:
         replies = self._replies[key]
         await replies.filled.wait()
         return replies.take()
-
-    def _forget(self, place: tuple[str, int], _: asyncio.Task[None]) -> None:
-        self._running.pop(place, None)
 
     async def _run(self, place: tuple[str, int], payload: bytes) -> None:
         key, number = place
