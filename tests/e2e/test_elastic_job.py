@@ -82,7 +82,9 @@ def test_replicas_come_and_go_by_http_and_are_killed_while_they_start(mains: Mai
     assert code == 202 and told["replica"] == "rollout-1"
     code, error = admin.ask("POST")
     assert code == 409 and "2 replicas, of at most 2 (rollout.max_replicas)" in error["message"]
-    running.until(starting(running, "rollout-1"), "the new replica's process", RAY_TIMEOUT_S).kill()
+    struck = run / "logs" / "fault-delay-replica.start-rank1-step1.json"
+    running.until(struck.exists, "the start that does not end", RAY_TIMEOUT_S)
+    running.until(starting(running, "rollout-1"), "its process", RAY_TIMEOUT_S).kill()
     running.until(lambda: admin.last()["state"] == "failed", "its failure", RAY_TIMEOUT_S)
     assert admin.states() == {"rollout-0": "serving"}, "its place is free"
 
