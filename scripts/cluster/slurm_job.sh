@@ -19,14 +19,14 @@ wait_until() {  # wait_until PROCESS WHAT COMMAND ...: until COMMAND is true of 
   shift 2
   until ("$@") 2>/dev/null; do
     kill -0 "$process" 2>/dev/null || fail "Ray ended before $what; its output is above"
-    [ "$SECONDS" -lt "$deadline" ] || fail "$START_S s have passed before $what: RLHUB_RAY_START_S is longer"
+    [ "$SECONDS" -lt "$deadline" ] || fail "Ray took more than $START_S s before $what; set RLHUB_RAY_START_S higher"
     sleep 1
   done
 }
 
-listens() { exec 3<>"/dev/tcp/$HEAD/$PORT"; }             # whether somebody does at Ray's head
-start_log() { echo "$RAY_FOLDER/start-$1.log"; }          # start_log MACHINE: what `ray start` says there
-has_started() { grep -qs "Ray runtime started" "$(start_log "$1")"; } # has_started MACHINE
+listens() { exec 3<>"/dev/tcp/$HEAD/$PORT"; }  # whether Ray's head listens
+start_log() { echo "$RAY_FOLDER/start-$1.log"; }  # start_log MACHINE: the file with the output of `ray start` on that machine
+has_started() { grep -qs "Ray runtime started" "$(start_log "$1")"; }  # has_started MACHINE: whether Ray runs on that machine
 
 run_program() {  # run_program COMMAND ...: passes on the signal to save and stop, and sets STATUS to the exit status
   "$@" &
